@@ -38,7 +38,6 @@ from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.opened import find_candidate
-from fp8calib.verification.page.page import write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     Remedy,
@@ -283,6 +282,8 @@ def finish(
             save_tensors(Path(request.dump), dict(logprobs), metadata=metadata)
             reporter.say(f"log-probabilities of {len(logprobs)} models written to {request.dump}")
         if request.report is not None:
+            from fp8calib.verification.page.page import write_page
+
             write_page(result, Path(request.report), command=result.next, gate=asked.gate)
             reporter.say(f"report written to {request.report}")
     except Exception as error:

@@ -39,7 +39,6 @@ from fp8calib.verification.opened import (
     make_rules,
     require_head,
 )
-from fp8calib.verification.page.page import is_page
 from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 from fp8calib.verification.verify import Verification
 
@@ -230,8 +229,11 @@ def check_outputs(request: VerifyRequest) -> None:
     Raises:
         UsageError: naming the path.
     """
-    kinds = ((request.report, is_page), (request.dump, _is_dump))
-    outputs = [(Path(path), is_ours) for path, is_ours in kinds if path is not None]
+    outputs = [] if request.dump is None else [(Path(request.dump), _is_dump)]
+    if request.report is not None:
+        from fp8calib.verification.page.page import is_page
+
+        outputs.insert(0, (Path(request.report), is_page))
     for path, is_ours in outputs:
         check_output_file(path)
         if path.exists() and path.stat().st_size and not is_ours(path):

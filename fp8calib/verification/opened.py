@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -25,8 +24,6 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
 from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
 from fp8calib.formats.registry import find_dialect
@@ -46,7 +43,6 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import explain_plain_cache
-from fp8calib.verification.emulation.stored import emulate_stored, list_embedding_and_head
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.same_config import find_other_setting
 
@@ -174,7 +170,7 @@ def open_candidate(
     """
     if isinstance(given, CalibrationStats):
         return _open_stats(name, given, target, scheme)
-    name, path, numerics = str(given), find_candidate(str(given)), target.numerics
+    name, path = str(given), find_candidate(str(given))
     if is_stats_file(path):
         return _open_stats(name, load_stats_file(path), target, scheme, folder=path.parent)
     if scheme is not None:
@@ -186,36 +182,9 @@ def open_candidate(
         table = _read_scales(name, path, target)
         if path.is_dir() and target.checkpoint.has_weights:
             _check_weights(path, target)
-        made = build_kv_candidate(name, table, numerics, origin=table.dialect)
+        made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
         return replace(made, origin=table.origin)
-    checkpoint = Fp8Checkpoint.open(
-        path,
-        fuse=numerics.fused_share_scales,
-        through_float16=numerics.weights_through_float16,
-        keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
-    )
-    require_format(path, checkpoint.load_config())
-    _check_config(checkpoint, target)
-    if not _is_base(checkpoint.origin, target):
-        check_origin(name, checkpoint.origin, target.fingerprint)
-    emulation = _emulate_checkpoint(checkpoint, target)
-    what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
-    kv = Candidate(name=name)
-    if has_kv_scales(path):
-        table = _read_scales(name, path, target)
-        if why := explain_plain_cache(table, numerics):
-            kv = replace(kv, notes=(f"its KV scales are ignored: {why}",))
-        else:
-            kv = build_kv_candidate(name, table, numerics, origin=table.dialect)
-            what += f", {kv.description}"
-    return replace(
-        kv,
-        description=what + describe_rounding(emulation.quantizers, numerics),
-        quantizers={**emulation.quantizers, **kv.quantizers},
-        weights=emulation.weights,
-        notes=(*kv.notes, *emulation.notes),
-        origin=checkpoint.origin,
-    )
+    return _open_checkpoint(name, path, target)
 
 
 def _open_stats(
@@ -336,24 +305,60 @@ def _check_config(checkpoint: Checkpoint, target: Target) -> None:
         )
 
 
-def _emulate_checkpoint(checkpoint: Fp8Checkpoint, target: Target) -> Candidate:
-    """Emulate the weights of a whole FP8 checkpoint."""
-    source, original = WeightSource(target.model, checkpoint), target.checkpoint
-    is_changed = partial(_is_changed, checkpoint=checkpoint, original=original)
+def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
+    """Emulate a whole FP8 checkpoint, with its KV scales if it has any."""
+    # most candidates change no weights
+    from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint  # noqa: PLC0415
+    from fp8calib.formats.fp8.compressed_tensors import require_format  # noqa: PLC0415
+    from fp8calib.verification.emulation.stored import (  # noqa: PLC0415
+        emulate_stored,
+        list_embedding_and_head,
+    )
+
+    numerics, original = target.numerics, target.checkpoint
+    checkpoint = Fp8Checkpoint.open(
+        path,
+        fuse=numerics.fused_share_scales,
+        through_float16=numerics.weights_through_float16,
+        keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
+    )
+    require_format(path, checkpoint.load_config())
+    _check_config(checkpoint, target)
+    if not _is_base(checkpoint.origin, target):
+        check_origin(name, checkpoint.origin, target.fingerprint)
+    source = WeightSource(target.model, checkpoint)
     # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
     for end in source.tensor_names(list_embedding_and_head(target.model)) - checkpoint.quantized:
         is_stored_alike = end in original and original.dtype(end) == checkpoint.dtype(end)
-        if is_stored_alike and is_changed(end):
+        if is_stored_alike and _is_changed(end, checkpoint, original):
             raise ModelError(
                 f"{checkpoint.folder}: its {end} is not that of the model",
                 hint="pass the model that the checkpoint was made from",
             )
-    return emulate_stored(
-        checkpoint, target.geometry, source, target.numerics, is_changed=is_changed
+    emulation = emulate_stored(
+        *(checkpoint, target.geometry, source, numerics),
+        is_changed=lambda tensor: _is_changed(tensor, checkpoint, original),
+    )
+    what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
+    kv = Candidate(name=name)
+    if has_kv_scales(path):
+        table = _read_scales(name, path, target)
+        if why := explain_plain_cache(table, numerics):
+            kv = replace(kv, notes=(f"its KV scales are ignored: {why}",))
+        else:
+            kv = build_kv_candidate(name, table, numerics, origin=table.dialect)
+            what += f", {kv.description}"
+    return replace(
+        kv,
+        description=what + describe_rounding(emulation.quantizers, numerics),
+        quantizers={**emulation.quantizers, **kv.quantizers},
+        weights=emulation.weights,
+        notes=(*kv.notes, *emulation.notes),
+        origin=checkpoint.origin,
     )
 
 
-def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:
+def _is_changed(name: str, checkpoint: Checkpoint, original: Checkpoint) -> bool:
     """Tell whether any value differs: a fine-tune may change a few rows of an embedding only."""
     if name not in original or original.dtype(name) != checkpoint.dtype(name):
         return True

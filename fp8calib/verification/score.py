@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +29,7 @@ from fp8calib.verification.emulation.emulate import (
     emulated,
     repeat,
 )
-from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.lm_head import open_lm_head
-from fp8calib.verification.score_streamed import StreamedLanes
 from fp8calib.verification.token_scores import (
     Logits,
     TokenScores,
@@ -38,6 +37,9 @@ from fp8calib.verification.token_scores import (
     score_batch,
     split_sequences,
 )
+
+if TYPE_CHECKING:
+    from fp8calib.verification.emulation.weights import ScaleRange
 
 AT_ONCE = 8
 """Candidates of a round: their hidden states wait for the head together, and every round runs the
@@ -145,6 +147,9 @@ def score(
         looked_at = time.monotonic()
 
     if isinstance(model, StreamedModel):
+        # most models fit into memory
+        from fp8calib.verification.score_streamed import StreamedLanes  # noqa: PLC0415
+
         StreamedLanes(model, models, batches, advance, vocab_size).run(add)
     else:
         _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)

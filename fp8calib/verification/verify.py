@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -19,10 +20,10 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import assess_need, describe_damage, list_losing
 from fp8calib.verification.judge.gates import GATES, Gate, judge
@@ -53,6 +54,9 @@ from fp8calib.verification.summary import (
     summarize_positions,
 )
 from fp8calib.verification.token_scores import split_sequences
+
+if TYPE_CHECKING:
+    from fp8calib.verification.emulation.weights import ScaleRange
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 _FITTED = "scales that fit"
@@ -272,7 +276,16 @@ def list_layers(
     rows = []
     for site, sums in damage.items():
         found, measured = Damage(*sums.tolist()), fits.get((candidate.name, site))
-        scale = weight_scales.get(site) or ScaleRange.of_quantizer(candidate.quantizers[site])
+        per: Granularity | Literal["head"]
+        smallest = largest = limit = None
+        if site in weight_scales:
+            per, smallest, largest = weight_scales[site]
+        elif isinstance(scale := (quantizer := candidate.quantizers[site]).scale, Granularity):
+            per = scale  # computed at run time
+        else:  # one, or one per head
+            smallest, largest = float(scale.min()), float(scale.max())
+            per = Granularity.TENSOR if scale.numel() == 1 else "head"
+            limit = largest * quantizer.fmt.max
         rows.append(
             LayerResult(
                 candidate=candidate.name,
@@ -283,10 +296,10 @@ def list_layers(
                 clipped=found.shares[0],
                 flushed=found.shares[1],
                 amax=found.amax,
-                scale=scale.largest,
-                largest=scale.largest_value,
-                smallest_scale=None if scale.smallest == scale.largest else scale.smallest,
-                scale_per=scale.per,
+                scale=largest,
+                largest=limit,
+                smallest_scale=None if smallest == largest else smallest,
+                scale_per=per,
                 fit=None if measured is None else measure_fit(measured),
             )
         )

@@ -19,10 +19,11 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks, emulated
-from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.weights import (
     Changed,
+    ScaleRange,
     WeightParameter,
 )
 from fp8calib.verification.lm_head import open_lm_head
@@ -100,7 +101,7 @@ class _Failing:
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         values[self.parameters[0].name].fill_(7.0)
         damage = torch.zeros(6, dtype=torch.float64)
-        yield self.parameters[0], damage, ScaleRange(per=Granularity.TENSOR)
+        yield self.parameters[0], damage, ScaleRange(Granularity.TENSOR, 1.0, 1.0)
         raise Interrupted
 
 

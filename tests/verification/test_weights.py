@@ -19,9 +19,8 @@ from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.stored import CopiedParameter, find_clipped
-from fp8calib.verification.emulation.weights import WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import ScaleRange, WeightChange, changed_weights
 from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ from fp8calib.errors import ModelError, VerificationError
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.weights import WeightChange
+
+if TYPE_CHECKING:  # most candidates change no weights
+    from fp8calib.verification.emulation.weights import WeightChange
 
 Reads = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By the module of a layer that reads another's cache: what K and V are multiplied by, 0-dim or

@@ -7,10 +7,10 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -32,13 +32,15 @@ from fp8calib.verification.emulation.damage import (
     measure_heads,
     sum_damage,
 )
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     has_probability_kernel,
     is_reproduced,
 )
-from fp8calib.verification.emulation.weights import changed_weights
+
+if TYPE_CHECKING:
+    from fp8calib.verification.emulation.weights import ScaleRange
 
 FLUSH_STRIDE = 8
 """Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
@@ -294,13 +296,16 @@ def emulated(
         hooks.end_batch()
         return hidden
 
-    with (
-        changed_weights(
-            *(model, emulation.weights, originals, hooks.damage, hooks.weight_scales),
-            keeps=keeps_originals,
-        ),
-        open_emulation_hooks(model, geometry, hooks),
-    ):
+    weights: AbstractContextManager[None] = nullcontext()
+    if emulation.weights:
+        # most candidates change none
+        from fp8calib.verification.emulation.weights import changed_weights  # noqa: PLC0415
+
+        told = (hooks.damage, hooks.weight_scales)
+        weights = changed_weights(
+            *(model, emulation.weights, originals, *told), keeps=keeps_originals
+        )
+    with weights, open_emulation_hooks(model, geometry, hooks):
         yield run
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
@@ -177,36 +177,3 @@ def _broadcast_amax(
         spread = block_amax(x, block).repeat_interleave(columns, -1).repeat_interleave(rows, -2)
         return spread[..., : x.shape[-2], : x.shape[-1]]
     return row_amax(x).unsqueeze(-1)
-
-
-Per = Granularity | Literal["head"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleRange:
-    """The granularity of scales, and their extremes; None for scales computed at run time."""
-
-    per: Per
-    smallest: float | None = None
-    largest: float | None = None
-    largest_value: float | None = None
-    """The largest magnitude that the largest scale represents; None if that is not known."""
-
-    @classmethod
-    def of(cls, scale: torch.Tensor, *, per: Per) -> Self:
-        """Take the extremes of scales in any shape."""
-        smallest, largest = torch.stack(torch.aminmax(scale)).tolist()  # a GPU is waited for once
-        return cls(per=per, smallest=smallest, largest=largest)
-
-    @classmethod
-    def of_quantizer(cls, quantizer: Quantizer) -> Self:
-        """Take those of K, V, q or an input; of scales computed at run time the granularity alone.
-
-        K, V and q have one scale, or one per head (ranks that differ give their heads different
-        ones).
-        """
-        scale = quantizer.scale
-        if isinstance(scale, Granularity):
-            return cls(per=scale)
-        found = cls.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")
-        return replace(found, largest_value=float(scale.max()) * quantizer.fmt.max)

@@ -17,10 +17,11 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized
 from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.weights import (
     Changed,
+    ScaleRange,
     WeightChange,
     WeightParameter,
     explain_inputs,

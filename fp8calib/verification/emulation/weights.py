@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
-from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,19 @@ class WeightParameter:
             yield from source.read_experts(self.name)
         else:
             yield source.read(self.name)
+
+
+class ScaleRange(NamedTuple):
+    """The granularity of a weight's scales, and their extremes."""
+
+    per: Granularity
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, scale: torch.Tensor, *, per: Granularity) -> Self:
+        """Take the extremes of scales in any shape."""
+        return cls(per, *torch.stack(torch.aminmax(scale)).tolist())  # a GPU is waited for once
 
 
 Changed = tuple[WeightParameter, torch.Tensor, ScaleRange]
