@@ -91,7 +91,7 @@ class ProcessGroup:
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
-        """Where the failure of a peer interrupts or breaks something, raise its error."""
+        """Raise the error of a peer if its failure interrupts or breaks what runs in the context."""
         try:
             yield
         except (KeyboardInterrupt, RuntimeError) as error:

@@ -53,7 +53,7 @@ class SiteStats:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that the site has, by the name of their statistic."""
+        """The tensors that the site has, by the name of their statistic."""
         named = {name: getattr(self, name) for name in NAMES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

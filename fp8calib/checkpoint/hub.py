@@ -1,8 +1,8 @@
-"""Models and scales on the Hub: they are downloaded, where they are not on this machine.
+"""Models and scales on the Hub: they are downloaded if they are not on this machine.
 
-Of the weights of a model whose scales alone are asked for, only the parts that are read are
-downloaded. Such a file is here as a file of holes, which every reader opens. Headers and tensors
-are downloaded into their places before they are read: no hole is taken for zeros.
+If only the scales of a model are needed, only the parts of its weights that are read are
+downloaded. Such a file is a sparse file here, which every reader opens. Headers and tensors are
+downloaded into their places before they are read: no hole is taken for zeros.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _NAME = re.compile(r"[^./][^/]*(/[^./][^/]*)?\.json|[^./][^/]*\.safetensors", re
 """Configs, indexes and weights; of checkpoints in subfolders the configs alone."""
 _LARGE_VOCABULARIES = ("tokenizer.json", "vocab.json")
 _SIZES = range(2**43)
-"""What a file may have; a larger one would not be a file here either."""
+"""Sizes in bytes that a file may have; no file system here would hold a larger one."""
 _BLOCK_BYTES = 2**16
 _HEADER_BYTES = 2**17
-"""What is read first: most headers fit."""
+"""Bytes that are read first: most headers fit."""
 _LARGEST_HEADER_BYTES = 100_000_000
 """safetensors refuses a longer one."""
 _GAP_BLOCKS = 4
-"""So many blocks more cost less than another request."""
+"""Reading this many blocks in between costs less than another request."""
 _PIECE_BLOCKS = 128
 _THREADS = 8
 _FILES: dict[str, RangedFile] = {}
-"""Those that are open, by path."""
+"""Files that are open, by path."""
 
 
 def find_folder(
     model: str, revision: str | None = None, *, files: Sequence[str] = HUB_FILES
 ) -> Path:
-    """Return the folder of a model: the path itself, or a hub id's download, which is made first.
+    """Return the folder of a model: the path itself, or the download of a hub id.
 
     Args:
         model: a folder or hub id.
@@ -95,10 +95,10 @@ def open_by_range(
     reads_all: bool = False,
     say: Callable[[str], None],
 ) -> Iterator[Path]:
-    """Give a folder for a hub id of whose weights only what is read is downloaded.
+    """Give a folder for a hub id, and download of its weights only what is read.
 
-    With `reads_all` all is downloaded first. A path is given itself, and so is the folder of a
-    model that is downloaded already. `say` is told how much was read.
+    With `reads_all` all is downloaded first. A path is given as it is, and for a model that is
+    downloaded already its folder. `say` is told how much was read.
 
     Raises:
         ModelError: the hub has no such repository, or gives something else than was asked for.
@@ -127,12 +127,12 @@ def open_by_range(
         ]
         failure: Fp8CalibError | None = None
         try:
-            with ThreadPoolExecutor(8) as pool:
+            with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(RangedFile.fetch_header, files))
             yield work / path
         except Fp8CalibError as error:
             failure = error
-        # also one that a reader took for a fault of the file
+        # also a failure that a reader took for a fault of the file
         failure = next((file.failure for file in files if file.failure), failure)
         if failure is not None:
             failure.message = failure.message.replace(f"{work}/", "")
@@ -183,11 +183,11 @@ def _find_downloaded(model: str, revision: str | None) -> Path | None:
 
 
 class RangedFile:
-    """A file on the Hub; while the context is open, readers of the path get what they read.
+    """A file on the Hub, of which a sparse copy is at a path while the context is open.
 
     Attributes:
         read_bytes: how much was downloaded.
-        failure: the first that there was, which is raised again by every later reading.
+        failure: the first failure, which every later download raises again.
     """
 
     def __init__(self, path: Path, model: str, commit: str, size_bytes: int) -> None:
@@ -208,7 +208,7 @@ class RangedFile:
         del _FILES[str(self._path)]
 
     def fetch_header(self) -> None:
-        """Download the header, unless it is longer than the file, or than any that is read."""
+        """Download the header, unless its length is wrong: beyond the file or what is readable."""
         self.fetch([(0, _HEADER_BYTES)])
         with self._path.open("rb") as file:
             stop = 8 + int.from_bytes(file.read(8), "little")
@@ -235,12 +235,13 @@ class RangedFile:
                     pieces.append(range(block, block + 1))
             if pieces:
                 with ThreadPoolExecutor(_THREADS) as pool:
-                    for piece, size_bytes in zip(pieces, pool.map(self._read, pieces), strict=True):
+                    sizes = pool.map(self._download, pieces)
+                    for piece, size_bytes in zip(pieces, sizes, strict=True):
                         self._held.update(piece)
                         self.read_bytes += size_bytes
 
-    def _read(self, piece: range) -> int:
-        """Download some blocks, and give their bytes."""
+    def _download(self, piece: range) -> int:
+        """Download some blocks into their places, and give the number of bytes."""
         from huggingface_hub import constants, hf_hub_url  # noqa: PLC0415
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
         from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415

@@ -18,7 +18,7 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone, or a file name, is a path."""
 SCALES_SUFFIXES = (".json", ".safetensors", ".npz")
-"""Of files that hold scales or statistics."""
+"""Suffixes of files that hold scales or statistics."""
 _exists = os.path.exists
 """Unlike the method of Path, this is false if a name is too long or a folder may not be read."""
 

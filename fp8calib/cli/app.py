@@ -59,7 +59,7 @@ _GROUPS = {
 }
 """The options in each part of a command's help, by their names in Python; others are `Options`."""
 _COMPARED = {"scales", "gate"}
-"""Where a command has these, its `Options` are about candidates."""
+"""The other options of a command that has one of these are about candidates."""
 
 
 class _Command(TyperCommand):

@@ -138,7 +138,7 @@ class CalibrateResult(Result):
     ranks: int
     rule: str
     rules: dict[str, str] | None = None
-    """Those of the recipe for single K and V, by pattern."""
+    """The recipe's rules for single K and V, by pattern."""
     coverage: Coverage
     saturation: Saturation | None
     expert_tokens: dict[str, list[int]]
@@ -150,9 +150,9 @@ class CalibrateResult(Result):
     date: str
     """UTC, in the form of ISO 8601."""
     model_hash: str
-    """Of the config and a sample of every tensor, however the weights are sharded."""
+    """Hash of the config and a sample of every tensor, however the weights are sharded."""
     data_hash: str
-    """Of the token ids, pixels and samples of all sequences."""
+    """Hash of the token ids, pixels and audio samples of all sequences."""
     hashes: RunHashes | None = None
     """None if nothing was written."""
     quantize: QuantizeResult | None = None
@@ -165,7 +165,7 @@ class CalibrateResult(Result):
 
     @property
     def exit_code(self) -> int:
-        """That of an output that cannot be written, if one could not."""
+        """0, or that of `ExportError` if an output could not be written."""
         return 0 if self.passed else ExportError.exit_code
 
     @property

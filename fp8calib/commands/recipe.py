@@ -135,7 +135,7 @@ class Quantize(Frozen):
         if not isinstance(value, dict) or "rounding" not in value:
             return value
         if value["rounding"] != "nearest":
-            raise ValueError("rounding is no key any more: `fp8calib gptq` rounds by GPTQ")
+            raise ValueError("the key rounding was removed: `fp8calib gptq` rounds by GPTQ")
         return {key: item for key, item in value.items() if key != "rounding"}
 
     scheme: SchemeName = Field(

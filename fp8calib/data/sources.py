@@ -27,7 +27,7 @@ BuiltinPart = Literal["calibrate", "verify"]
 
 _PARQUET_ROWS_AT_ONCE = 64
 _LARGEST_COUNTED = 2**28
-"""Bytes of a file whose rows are counted beyond those that are read."""
+"""Bytes: the rows of a larger file are not counted."""
 _Values = Iterator[tuple[str, object]]
 """Decoded rows of a file, or why one cannot be decoded, each after its origin."""
 
@@ -35,7 +35,7 @@ _Values = Iterator[tuple[str, object]]
 def split_data(
     data: str | Path | Iterable[Any] | None, *, text_column: str | None = None
 ) -> tuple[tuple[str, ...], Iterator[ReadRow] | None]:
-    """Tell specs from rows in memory: a string or a path is a spec, and so are several paths.
+    """Split data into specs and rows in memory: a string, a path or several paths are specs.
 
     Rows that are mappings are read from `text_column` if given (see `parse_row`).
     """
@@ -83,7 +83,7 @@ def _make_row(item: object, origin: str, text_column: str | None) -> ReadRow:
         return parse_row({"text": item}, origin)
     try:
         return parse_row(item, origin, text_column=text_column)
-    except DataError as error:  # it is counted, and ends nothing
+    except DataError as error:  # the row is counted as unusable
         return error
 
 
@@ -144,7 +144,7 @@ def iter_rows(
 
 
 def _parse_rows(values: _Values, where: str, **options: Any) -> Iterator[ReadRow]:
-    """Parse rows; one that cannot be used is counted, and ends nothing."""
+    """Parse rows; of one that cannot be used, yield the error."""
     row: ReadRow | None = None
     for origin, value in values:
         try:
@@ -217,7 +217,7 @@ def _read_jsonl(path: Path) -> _Values:
                 value = _parse_json(line.rstrip("\r\n"), origin) if line.strip() else None
             except DataError as error:
                 value = error
-            if value is not None or line.strip():  # a line of white space is no row
+            if value is not None or line.strip():  # a blank line is not a row
                 yield origin, value
 
 
@@ -293,7 +293,7 @@ def _iter_dataset(source: HubSource | Path, label: str) -> Iterator[object]:
 
 
 def _keep_encoded(dataset: Any) -> Any:
-    """Leave the media of a dataset as bytes or paths: few rows are decoded."""
+    """Leave the media of a dataset as bytes or paths: only rows that are used are decoded."""
     for name, feature in (getattr(dataset, "features", None) or {}).items():
         item = getattr(feature, "feature", feature)  # a list has its items' feature
         if type(item).__name__ in {"Image", "Audio", "Video"}:

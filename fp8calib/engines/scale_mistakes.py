@@ -224,7 +224,7 @@ _MOST_MISFIT = math.log(1.5)
 _MOST_SHARED = math.log(64.0)
 """The factor that all of them may share, of headroom or clipping; reciprocals are farther off."""
 _LEAST_SLOTS = 4
-"""Of fewer scales nothing can be said."""
+"""Fewer scales say nothing."""
 _SAME = math.log(1.01)
 """How far scales of the same statistics may differ, when they are rounded to bfloat16."""
 _LEAST_FACTOR = math.log(1.5)

@@ -97,10 +97,11 @@ class KnownStacks:
     layout: ExpertLayout | None = None
     """How it stacks the experts of a layer; None if it does not, or in a way of its own."""
     model_type: str = ""
-    """That of the text model, and its hidden size."""
+    """The type of the text model."""
     hidden_size: object = None
+    """The hidden size of the text model, as config.json has it."""
     buffers: frozenset[str] = frozenset()
-    """The last two parts of the names of its buffers, which are no weights."""
+    """The last two parts of the names of its buffers, which are not weights."""
 
 
 def find_layout(config: Mapping[str, object]) -> KnownStacks:

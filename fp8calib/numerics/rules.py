@@ -78,7 +78,7 @@ _NUMBER_RANGES = {
     RuleKind.PERCENTILE: ("0 < P <= 100", math.ulp(0.0), 100.0),
     RuleKind.HEADROOM: ("1 <= H <= 1024", 1.0, MOST_HEADROOM),
 }
-"""Of the kinds that have a number, in words, and its least and largest."""
+"""By kind that takes a number: its range in words, its least and its largest value."""
 KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0"
 
 

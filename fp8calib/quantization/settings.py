@@ -30,7 +30,7 @@ class PlanSettings:
     """The options of a quantization."""
 
     scheme: Scheme
-    """Of the linears that no pattern names."""
+    """The scheme of linears that no pattern names."""
     by_pattern: Mapping[str, Scheme] = field(default_factory=dict)
     """The schemes of other linears, by patterns as of `--ignore`; the first match counts."""
     dialect: Fp8Dialect

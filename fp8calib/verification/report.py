@@ -113,18 +113,20 @@ class CandidateResult(Frozen):
     ppl_ratio_se: float | None
     """Paired by sequence, or by blocks of tokens where there is only one; None if unknown."""
     kld_mean: float | None
-    """Of a server, which does not give whole distributions, estimated or None."""
+    """For a server, which does not give whole distributions: an estimate or None."""
     kld_se: float | None = None
     """Standard error of the mean, clustered by sequence; None if unknown."""
     kld_median: float | None
     kld_p99: float | None
     kld_max: float | None
     top1_agreement: float | None
-    """Share of tokens whose largest logit is that of the same token; of equal ones the first."""
+    """Share of tokens for which both models give the largest logit to the same token (the first, if
+    several are equal)."""
     top1_se: float | None = None
     """Standard error of the agreement, as of independent tokens."""
     top1_ties: float | None = 0.0
-    """Share of tokens where it is not, but the reference's token has an equal logit."""
+    """Share of tokens that do not agree, though the reference's token has a logit equal to the
+    largest."""
     verdict: Verdict
     verdict_why: str
     gate: str
@@ -244,7 +246,7 @@ class KvNeed(Frozen):
 
     answer: Literal["yes", "no", "cannot-tell"]
     sites: tuple[str, ...]
-    """Those that lose at scale 1.0, the largest loss first."""
+    """Sites that lose at scale 1.0, the largest loss first."""
     layers: tuple[int, ...]
     """Their layers."""
     fp8_kld: float
@@ -308,16 +310,16 @@ class VerifyReport(Frozen):
     kv: KvNeed | None = None
     """Whether KV scales are needed; None where no KV cache is compared with scale 1.0."""
     noise: NoiseResult | None = None
-    """Of the unquantized model in batches of another size; None where no model is run."""
+    """What another batch size changes in the unquantized model; None if it was not run."""
     comparisons: tuple[PairedResult, ...] = ()
     """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
     other engine."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
-    """For the page alone, as the next two."""
+    """Only for the page, as are the next two."""
     sequence_klds: Mapping[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
     """By candidate: the mean divergence of each sequence, in their order."""
     worst_texts: tuple[WorstText, ...] = Field(default=(), exclude=True)
-    """Of the candidate that the decision is about, the largest divergence first."""
+    """Texts of the candidate that the decision is about, the largest divergence first."""
     unusable: tuple[str, ...] = Field(default=(), exclude=True)
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     has_gate: bool = Field(default=False, exclude=True)

@@ -24,7 +24,7 @@ from fp8calib.verification.token_scores import (
 )
 
 MIN_CLUSTERS = 2
-"""With fewer clusters the standard error is unknown."""
+"""With fewer clusters than this the standard error is unknown."""
 MARGIN = 0.1
 """Differences of less than this share of the base's divergence do not matter."""
 _TWO_SIDED_95 = 1.959964
@@ -75,10 +75,10 @@ class Summary:
 
     @property
     def implied_log_ratio_se(self) -> float:
-        """Standard error of the log ratio that the KLD implies; 0.0 where the KLD is unknown.
+        """Standard error of the log ratio that the KLD implies; 0.0 if the KLD is unknown.
 
-        Where x is drawn from p, and q is close to it, log p(x) - log q(x) has a variance of twice
-        KL(p || q). Few tokens may lie close together by chance; each gives a whole divergence.
+        If x is drawn from p, and q is close to p, log p(x) - log q(x) has a variance of twice
+        KL(p || q). The losses of a few tokens may be close by chance; their divergences are exact.
         """
         return math.sqrt(2 * max(self.kld_mean or 0.0, 0.0) / self.tokens)
 
@@ -86,7 +86,7 @@ class Summary:
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
     klds = scores.klds.double()
-    ranked = klds.sort().values  # a quantile is the smallest value that as many do not exceed
+    ranked = klds.sort().values  # the p-quantile: at least a share p is not larger
     return summarize_logprobs(
         scores.logprobs,
         reference.logprobs,
@@ -148,11 +148,10 @@ def average(values: torch.Tensor, lengths: Sequence[int]) -> tuple[float, float 
 def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> tuple[float | None, int]:
     """Give the standard error of the mean of per-token `losses`, and the clusters it rests on.
 
-    Sequences are the clusters.
-
-    The mean is a ratio of two sums over sequences (losses and tokens), so its variance is that of
-    the residuals of the sequences' sums (Cochran, Sampling Techniques, 6.3). One sequence is cut
-    into as many blocks as each then has tokens, since neighbours are not independent.
+    Sequences are the clusters. The mean is a ratio of two sums over sequences (losses and tokens),
+    so its variance is that of the residuals of the sequences' sums (Cochran, Sampling Techniques,
+    6.3). A single sequence is cut into about sqrt(tokens) blocks, since neighbouring tokens are not
+    independent.
 
     The error is None if it is unknown: there is only one token, or the losses of all sequences are
     the same and not zero (the same text over and over).
@@ -220,7 +219,7 @@ def compare_paired(
     *,
     margin: float | None = None,
 ) -> PairedResult:
-    """Compare `candidate` with `base` by their divergences [N], those of each token paired.
+    """Compare `candidate` with `base` by their divergences [N], paired token by token.
 
     `lengths` are the tokens of each sequence. The confidence interval of 95 % of the mean
     difference decides: beyond 0, better or worse; inside the margin, no difference. The margin is
@@ -232,7 +231,7 @@ def compare_paired(
     margin = MARGIN * float(base_klds.mean()) if margin is None else margin
     se, clusters = standard_error(differences, lengths)
     answer, more = PairedAnswer.CANNOT_TELL, None
-    if se is not None:  # it is for one token, and for the same text over and over
+    if se is not None:  # it is None for one token, and for the same text over and over
         width = t_quantile(clusters - 1) * se
         if abs(mean) + width <= margin:  # whether 0 is in the interval or not
             answer = PairedAnswer.NO_DIFFERENCE
@@ -252,7 +251,7 @@ def compare_paired(
 
 
 def _count_clusters_to_tell(clusters: int, relative_se: float) -> int:
-    """Count the clusters that show a difference in 80 % of all texts.
+    """Count the clusters that are needed to show a difference with a power of 80 %.
 
     `relative_se` is the standard error from `clusters`, over the difference.
     """

@@ -74,7 +74,7 @@ class Verification:
     model: str
     """Its name."""
     fingerprint: str = ""
-    """Of its config and weights (`fingerprint_model`)."""
+    """Hash of its config and weights (`fingerprint_model`)."""
     geometry: ModelGeometry
     numerics: Numerics
     """How the engine computes."""
@@ -89,24 +89,24 @@ class Verification:
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
     others: tuple[Candidate, ...] = ()
-    """What is scored beside the candidates and is no part of the report, with names of its own."""
+    """Scored beside the candidates, under other names; not in the report."""
     watched: Sequence[torch.Tensor] | None = None
-    """As `score` takes it; so is the next."""
+    """Passed to `score`, as is the next."""
     shares_batch: bool = False
     measures_noise: bool = False
     """Whether the unquantized model runs again, in batches of another size."""
     opened: tuple[Candidate, ...] = ()
-    """Those of files and statistics."""
+    """Candidates that were opened: files and statistics."""
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
     gate: Gate | None = None
-    """None: each candidate's own."""
+    """None: each candidate has its own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
     unusable: Collection[str] = ()
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     refused: tuple[RefusedCandidate, ...] = ()
-    """Those that are left out."""
+    """Candidates that are left out, with the reason."""
     warnings: tuple[str, ...] = ()
 
     @property

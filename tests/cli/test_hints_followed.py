@@ -83,7 +83,7 @@ NOT_RUN = {
         "`fp8calib show PATH` shows its scales",
     ],
     "only Python functions or recipes get there": [
-        "rounding is no key any more: `fp8calib gptq` rounds by GPTQ",
+        "the key rounding was removed: `fp8calib gptq` rounds by GPTQ",
         "use --fallback layer-max or one",
         "a plan of the run (--dry-run) is all that a config alone gives",
         "leave out --engine to plan for vllm",

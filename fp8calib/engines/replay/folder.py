@@ -46,7 +46,7 @@ _KV_KEYS = (
     "kv_cache_group",
     "kv_cache_quant_config",
 )
-"""Those of compressed-tensors and AutoFP8, ModelOpt, TGI's pull request, and Quark."""
+"""Keys of compressed-tensors and AutoFP8, ModelOpt, TGI's pull request, and Quark."""
 _NO_KV: tuple[object, ...] = (None, "", "auto", [], {})
 
 

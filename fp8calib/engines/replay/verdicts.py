@@ -98,7 +98,7 @@ class EngineReport(Frozen):
     )
     """What a running engine holds, by layer and role, where the replay knows it."""
     fingerprint: str = ""
-    """Of the KV scales as loaded (`fingerprint_scales`); empty if they are not known."""
+    """Hash of the KV scales as loaded (`fingerprint_scales`); empty if they are not known."""
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 
@@ -249,8 +249,8 @@ class Finding:
     """The engine raises no error for it alone. With a finding that is unknown beside it, whether
     the engine starts is unknown too."""
     if_loaded: str = ""
-    """Where it is unknown whether the engine stops: what it does if it does not stop. Empty where
-    it then serves the subject."""
+    """What the engine does if it starts, where it is unknown whether it stops; empty if it then
+    serves the subject."""
 
     @classmethod
     def of(cls, refusal: Refusal) -> Finding:

@@ -129,14 +129,14 @@ class VllmReader(LinearReader):
         return found
 
     def _name_as_listed(self, group: LinearGroup) -> LinearGroup:
-        """Give a group its paths; one whose parts no list may name has that of the whole."""
+        """Give a group the paths that lists may name: only that of the whole, if it is joined."""
         listed = super()._name_as_listed(group)
         if group.state != "joined":
             return listed
         return replace(listed, members=(replace(listed.members[0], module=listed.path),))
 
     def _require_excluded(self, group: LinearGroup) -> None:
-        """Require that a Quark config that is for the KV cache alone excludes a group.
+        """Require that a Quark config for the KV cache alone excludes a group.
 
         vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
         """
@@ -170,7 +170,7 @@ class VllmReader(LinearReader):
         }
 
     def _covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
-        """Check whether a list covers a group: in which cases it may name the joined module."""
+        """Check whether a list covers a group, by its parts or, if it may, by the joined module."""
         if group.is_experts or len(group.members) == 1:
             return covers_parts(group, matches)
         is_named = not self._exact.isdisjoint(self._spell(group.path))
@@ -179,7 +179,7 @@ class VllmReader(LinearReader):
         return is_named or covers_parts(group, matches)
 
     def _find_compressed(self, group: LinearGroup) -> Found:
-        if group.is_experts:  # the projections of the first one decide for the layer's
+        if group.is_experts:  # the projections of the first expert decide for the layer
             first = f"{group.members[0].module.rpartition('.')[0]}."
             members = tuple(each for each in group.members if each.module.startswith(first))
             group = replace(group, members=members)

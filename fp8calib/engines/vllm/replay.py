@@ -57,7 +57,7 @@ _NO_QUARK_STACKS = "loader of this model type finds no experts of Quark in one t
 _BASES_WITH_HEAD = ("Gemma2Model", "LlamaModel", "Qwen2Model")
 """Base classes that the registry has as the class with an output layer."""
 _BASES_OF_OTHERS = ("MistralModel",)
-"""Those that it has as another model's class."""
+"""Base classes that the registry has as another model's class."""
 _IGNORED = (
     "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0",
     NAMES_FIX,
@@ -186,7 +186,7 @@ class _Replay:
         self._per_head = self._is_compressed and strategy == "attn_head"
         excluded = self._quantization.get("exclude")
         self._excluded = excluded if isinstance(excluded, list) else []
-        """Of a Quark config."""
+        """The list `exclude` of a Quark config."""
         self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
         """The class of the model, vLLM's or transformers', has parameters for scales."""
         # vLLM runs a model without an output layer to embed text: `config/model.py`

@@ -28,7 +28,7 @@ PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 HEADS = ("lm_head", "embed_out")
 """The last part of the path of an output layer."""
 UNKNOWN = {
-    "": "is a linear of which it is not known how the engine's class creates it",
+    "": "is a linear, and it is not known how the engine's class creates it",
     "maybe": "is a linear that the engine's class creates by the config in some cases",
     "refused": "has no place under this name in the engine's class",
 }

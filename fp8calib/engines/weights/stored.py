@@ -266,9 +266,9 @@ class ScaleValues:
     """What the scales of linears hold, by their names."""
 
     bad: Mapping[str, str]
-    """What is not a finite number above zero, or subnormal, in words."""
+    """What a scale holds that is not a finite, normal number above zero, in words."""
     numbers: Mapping[str, float]
-    """Those that are one number."""
+    """The number of each scale that is a single number."""
     largest: Mapping[str, float]
     """The largest number of each that is not bad."""
 

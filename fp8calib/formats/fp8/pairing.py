@@ -27,7 +27,7 @@ from fp8calib.numerics.schemes import InputScaling
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
 EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
-"""Of the scales of MXFP8, as files name them."""
+"""Dtypes of the scales of MXFP8, as files name them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class Unit:
     linears: tuple[str, ...] = ()
     """As the checkpoint names them; empty for a cache."""
     sites: tuple[Site, ...] = ()
-    """Those of a cache."""
+    """K and V, if the unit is a KV cache."""
     plain_bytes: int
     sizes: Mapping[str, int]
     """Bytes with scales, by scheme, or of the FP8 cache of the tokens that are counted."""

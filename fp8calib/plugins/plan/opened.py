@@ -64,7 +64,7 @@ class OpenedPlan:
     model: RunModel
     target: Target
     recipe: Recipe
-    """Of the calibration."""
+    """The recipe of the calibration."""
     engines: tuple[Engine, ...]
     """All have to load the checkpoint."""
     emulated: Engine

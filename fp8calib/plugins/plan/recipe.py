@@ -30,7 +30,7 @@ class PlannedScheme:
     quantize: Quantize | None
     """None where all linears stay in 16 bits."""
     rules: Mapping[str, str]
-    """Those of K and V that are not amax, by site."""
+    """Rules other than amax, by site of K or V."""
     has_kv: bool
     """Whether the KV cache of some layer is quantized."""
     plain_caches: tuple[int, ...]

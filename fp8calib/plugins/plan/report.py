@@ -48,7 +48,7 @@ class PlannedGroup(Frozen):
     """As the checkpoint names them; empty for a KV cache."""
     choice: str
     rules: Mapping[str, str]
-    """Those of K and V that are not amax, by site."""
+    """Rules other than amax, by site of K or V."""
     saved_bytes: int
     """Against 16 bits."""
     why: str

@@ -34,10 +34,10 @@ from fp8calib.verification.summary import Summary
 _WHOLE_SHARE = 8
 """Whole plans have this part of the passes: 1/8, and what groups and rules leave."""
 _ALIKE = 0.95
-"""A scheme has to be smaller than this part of another one that loses less."""
+"""A scheme must be smaller than this share of another one that loses less."""
 
 MOST_STATES = 2**12
-"""So many undominated plans of the groups so far are kept, and the result is exact."""
+"""With at most this many undominated plans, all are kept and the result is exact."""
 
 Picks = tuple[int, ...]
 """The number of the choice of each group; 0 leaves it in 16 bits."""
@@ -50,7 +50,7 @@ class Choice:
     name: str
     size_bytes: int
     plan: Plan
-    """Of this group alone."""
+    """The plan that quantizes this group alone."""
     kld_mean: float = 0.0
     """What it costs alone."""
     kld_se: float | None = 0.0

@@ -148,7 +148,7 @@ def _call_ranks(engine: Any, method: str, *args: str) -> list[Any]:
     if isinstance(engine, str):
         return _post(engine, method)
     if not callable(getattr(engine, "collective_rpc", None)):
-        raise UsageError(f"a {type(engine).__name__} is no vllm.LLM, and no URL of a server")
+        raise UsageError(f"a {type(engine).__name__} is neither a vllm.LLM nor the URL of a server")
     inner = getattr(engine, "llm_engine", None)
     if inner is not None and inner.is_sleeping():
         raise UsageError(_ASLEEP, hint="wake it up first: llm.wake_up()")

@@ -66,8 +66,8 @@ class LoaderAnswer(Frozen):
 
     version: str = ""
     stage: str
-    """Where it stopped: import, config, model, weights or scales; `done` where it loaded, `lost`
-    where the process died or did not end: that says nothing about the checkpoint."""
+    """Where it stopped: import, config, model, weights or scales. `done` if it loaded; `lost` if
+    the process died or did not end, which says nothing about the checkpoint."""
     error: str
     trace: tuple[str, ...] = ()
     """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the

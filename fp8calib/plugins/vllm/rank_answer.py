@@ -26,7 +26,7 @@ class LiveLayer(Frozen):
     cache_dtype: str
     """vLLM's name for it."""
     stored_dtype: str
-    """That of the cache's tensor."""
+    """The dtype of the cache's tensor."""
     scales: Mapping[Role, Mapping[str, tuple[float, ...]]]
     """By role and copy, as in `COPIES`; `factor` where the backend keeps one."""
 

@@ -49,8 +49,7 @@ _INT4_PAIRS = _INT4_PAIRS.view(torch.int32).flatten()
 """The two int16 numbers of every byte."""
 _TURNED_ROWS = 64
 _GROUPS: Mapping[str, tuple[int, str]] = {"F8_E4M3": (16, "NVFP4"), "U8": (32, "MXFP4")}
-"""The dtype of the scales -> how many columns share one, and the format; those of MXFP4 are powers
-of two."""
+"""By dtype of the scales: how many columns share one, and the format. MXFP4's are powers of two."""
 _FP4_COMPANIONS = (
     *("weight_scale", "weight_scale_2", "weight_global_scale", "input_scale"),
     "input_global_scale",
@@ -67,7 +66,7 @@ class StoredWeight:
     shape: tuple[int, ...]
     """The shape of the decoded weight."""
     parts: tuple[str, ...]
-    """The names of all tensors it may be stored as, that of its codes first."""
+    """The names of all tensors that may store it; the first stores its codes."""
     decode: Callable[[int, int], torch.Tensor]
     """Decode rows of the first axis, from start to stop (exclusive): fp32."""
     scale: str = ""
@@ -138,7 +137,7 @@ def _find_integer_weight(
 
 
 def _find_grid(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[int, ...]:
-    """Give the shape of the scales of integers: one number, or of rows and groups of columns."""
+    """Give the shape of the scales of integers: of one number, or [rows, groups of columns]."""
     entry, (rows, columns) = checkpoint.tensors.get(name), shape
     if entry is not None and entry.dtype in FLOATS:
         grid = entry.shape
@@ -200,7 +199,7 @@ def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
         octets = checkpoint.read_rows(stored, start, stop)
         powers = decode_scale(checkpoint.read_rows(name, start, stop))
         values = torch.empty(stop - start, 32 * groups, rows)
-        # turned in parts that fit in a core's cache: the whole takes three times as long
+        # transposed in parts that fit in a core's cache: at once it takes three times as long
         for expert, first in product(range(stop - start), range(0, rows, _TURNED_ROWS)):
             part = slice(first, first + _TURNED_ROWS)
             outputs = _decode_fp4(octets[expert, part]).mul_(powers[expert, part].unsqueeze(2))
@@ -214,7 +213,7 @@ def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
 def find_blocks(
     checkpoint: Checkpoint, config: Mapping[str, object]
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """Find weights of DeepSeek-V4, and FP8 in blocks of other than 128 columns.
+    """Find weights of DeepSeek-V4, and FP8 in blocks whose width is not 128.
 
     The checkpoint has quant_method fp8; `config` is its quantization config.
     """
@@ -301,7 +300,7 @@ def _read_number(checkpoint: Checkpoint, name: str) -> float:
 
 
 def _check(checkpoint: Checkpoint, name: str, scale: torch.Tensor) -> torch.Tensor:
-    """Give scales that are numbers from zero up."""
+    """Give the scales; refuse a negative one, NaN and infinity."""
     if not bool((scale.isfinite() & (scale >= 0)).all()):
         raise _refusal(checkpoint, f"{shorten(name)} holds what is not a scale")
     return scale

@@ -64,7 +64,7 @@ class EmulationHooks:
         self._prompt: torch.Tensor | None = None
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
         self._numbers: dict[torch.device, torch.Tensor] = {}
-        """Of a padded batch: those of `_find_counted`."""
+        """For a padded batch: the numbers that `_find_counted` gives tokens."""
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}

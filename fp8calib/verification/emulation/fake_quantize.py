@@ -60,7 +60,7 @@ class Quantizer:
     power_of_two: bool = False
     """Round dynamic scales up to powers of two."""
     tile: int = 0
-    """Of softmax's numerators: how many keys are taken at a time, the last ones first; 0: all."""
+    """For numerators of softmax: how many keys are taken at a time, the last ones first; 0: all."""
     saturates: bool = True
     """Whether the engine saturates; if not, it turns too large values into NaN or infinity. The
     emulation always saturates, so a report has to say so."""

@@ -147,7 +147,7 @@ class DequantizedWeight(WeightChange):
     clip_limits: WeightSource
     """The largest magnitude that the checkpoint can store for each element of a weight."""
     scales: ScaleRange
-    """Those of the checkpoint."""
+    """The range of the checkpoint's scales."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Copy the stored weight over the values, expert by expert."""

@@ -92,7 +92,7 @@ def test_what_is_no_engine_and_no_checkpoint_is_refused(model: Path, tmp_path: P
         def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
             raise AttributeError(f"no {method} with {args}")
 
-    with pytest.raises(fp8calib.UsageError, match=r"a int is no vllm.LLM, and no URL"):
+    with pytest.raises(fp8calib.UsageError, match=r"a int is neither a vllm.LLM nor"):
         vllm.audit(3, model)
     with pytest.raises(fp8calib.UsageError, match="no fp8calib_read_scales") as raised:
         vllm.audit(Broken(), model)
