@@ -91,7 +91,7 @@ class ProcessGroup:
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
-        """Raise the error of a peer if its failure interrupts or breaks what runs in the context."""
+        """Raise the error of a peer if its failure interrupts or breaks what runs inside."""
         try:
             yield
         except (KeyboardInterrupt, RuntimeError) as error:

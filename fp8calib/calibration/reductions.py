@@ -65,7 +65,11 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
 
 
 def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
-    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C]."""
+    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C].
+
+    Raises:
+        CalibrationError: its shape does not show which rows are padding.
+    """
     num_rows = x.shape[:-1].numel()
     if num_rows == batch.num_rows and has_reduction_kernel(x.device):
         heads = x.reshape(batch.shape[0], 1, batch.shape[1], x.shape[-1])

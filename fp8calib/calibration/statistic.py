@@ -63,7 +63,7 @@ NAMES = tuple(field.name for field in fields(SiteStats) if field.name != "count"
 
 
 def join(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Join a statistic of two parts of the data."""
+    """Join a statistic of two parts of the data: counts are added, of others the larger is kept."""
     return one + other if name in COUNTS else one.maximum(other)
 
 

@@ -250,7 +250,8 @@ def open_streamed(
 ) -> Iterator[StreamedModel]:
     """Prepare a model that was built without weights for streaming.
 
-    It is built in the dtype it computes in. Only the embeddings of `tokens` are read.
+    It is built in the dtype it computes in. Only the embeddings of `tokens` (int64, any
+    shape) are read.
     """
     keep_freed_memory()
     weights, dtype, device = prepared.weights, streaming.dtype, streaming.device

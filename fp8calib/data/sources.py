@@ -38,6 +38,9 @@ def split_data(
     """Split data into specs and rows in memory: a string, a path or several paths are specs.
 
     Rows that are mappings are read from `text_column` if given (see `parse_row`).
+
+    Raises:
+        DataError: `data` holds no rows, or is neither specs nor rows.
     """
     if data is None or isinstance(data, str | Path):
         return (() if data is None else (str(data),)), None

@@ -25,7 +25,11 @@ _HEADROOM = 1.2
 
 
 def choose_device(name: str) -> str:
-    """Convert a name to that of torch (`cpu`, `cuda:0`); `auto` is the first GPU, or the CPU."""
+    """Convert a name to that of torch (`cpu`, `cuda:0`); `auto` is the first GPU, or the CPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -84,6 +88,9 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
 
     Returns:
         The name of the dtype, and the reason for people.
+
+    Raises:
+        UsageError: `requested` is not the name of a dtype.
     """
     if requested != "auto":
         if requested not in DTYPES:

@@ -210,7 +210,11 @@ class _LazyTensor:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Load the tokenizer."""
+    """Load the tokenizer.
+
+    Raises:
+        ModelError: the folder has none, or it cannot be loaded.
+    """
     folder, own = source.folder, (*_TOKENIZER_FILES, "*.tiktoken")
     if not any(next(folder.glob(name), None) for name in own):
         raise ModelError(

@@ -64,7 +64,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Find the module that computes the last hidden state from tokens, with its path."""
+    """Find the module that computes the last hidden state from tokens, with its path.
+
+    Raises:
+        ModelError: `get_decoder` gives none of the model's modules.
+    """
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):  # modernbert-decoder's output layer has this name
         decoder = model.base_model

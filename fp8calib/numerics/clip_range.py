@@ -41,7 +41,7 @@ class ClipRange:
 def find_clip_range(
     rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: Fp8Format
 ) -> ClipRange:
-    """Find the clip range of a site whose largest magnitude is `amax`.
+    """Find the clip range of a site by its `amax` and its histogram (int64 [bins]).
 
     A limit from a histogram applies to the whole site: heads and ranks with a smaller amax keep
     theirs. Histograms are sampled: of the values they miss only the amax is known, and it counts as

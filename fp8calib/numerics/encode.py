@@ -24,7 +24,7 @@ def scale_of(
 def power_of_two_scale_of(
     amax: torch.Tensor, fmt: Fp8Format, *, smallest: float = SMALLEST_SCALE, saturates: bool = False
 ) -> torch.Tensor:
-    """Turn magnitudes into powers of two, the smallest with which nothing saturates.
+    """Turn magnitudes of any shape into fp32 powers of two, the smallest that saturate nothing.
 
     Exponents are compared and nothing is divided, so that no rounding moves a magnitude over an
     edge. Scales are at least `smallest`. With `saturates` they follow the OCP Microscaling Formats

@@ -22,7 +22,11 @@ _OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
 def adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationStats:
-    """Give statistics the names that a quantized checkpoint of the same model has."""
+    """Give statistics the names that a quantized checkpoint of the same model has.
+
+    Raises:
+        ModelError: the checkpoint is of another model.
+    """
     from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
 
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())

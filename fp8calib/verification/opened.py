@@ -125,7 +125,11 @@ def make_rules(
     opened: Sequence[Candidate],
     plain_caches: Collection[int],
 ) -> Mapping[str, Candidate]:
-    """Make a candidate for each rule, from the first statistics."""
+    """Make a candidate for each rule, from the first statistics.
+
+    Raises:
+        UsageError: no candidate has statistics.
+    """
     first = next((each for each in opened if each.stats is not None), None)
     found = {}
     for rule in rules:

@@ -135,18 +135,18 @@ def list_figures(summary: Summary) -> dict[str, Any]:
 
 
 def compute_ppl(logprobs: torch.Tensor) -> float:
-    """Give the perplexity: exp of the mean negative log-probability."""
+    """Give the perplexity of log-probabilities [N]: exp of the mean negative one."""
     return bounded_exp(-float(logprobs.double().mean()))
 
 
 def average(values: torch.Tensor, lengths: Sequence[int]) -> tuple[float, float | None]:
-    """Give the mean of per-token values, and its `standard_error`."""
+    """Give the mean of per-token values [N], and its `standard_error`."""
     exact = values.double()
     return float(exact.mean()), standard_error(exact, lengths)[0]
 
 
 def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> tuple[float | None, int]:
-    """Give the standard error of the mean of per-token `losses`, and the clusters it rests on.
+    """Give the standard error of the mean of `losses` [N], and the clusters it rests on.
 
     Sequences are the clusters. The mean is a ratio of two sums over sequences (losses and tokens),
     so its variance is that of the residuals of the sequences' sums (Cochran, Sampling Techniques,
@@ -175,7 +175,7 @@ def summarize_positions(
     lengths: Sequence[int],
     klds: torch.Tensor | None = None,
 ) -> tuple[PositionResult, ...]:
-    """Split log-probabilities and divergences by position, in ranges that double: 1, 2-3, 4-7...
+    """Split log-probabilities and divergences [N] by position, in ranges that double: 1, 2-3...
 
     The divergences of a server are unknown: None.
     """

@@ -194,5 +194,5 @@ def select_lengths(chosen: torch.Tensor, lengths: Sequence[int]) -> list[int]:
 
 
 def split_sequences(values: torch.Tensor, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Cut per-token values into those of each sequence (`length - 1` each)."""
+    """Cut per-token values [N] into those of each sequence: [length - 1]."""
     return iter(torch.split(values, [length - 1 for length in lengths]))

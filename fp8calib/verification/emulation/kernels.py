@@ -105,7 +105,7 @@ def round_probabilities_(
     sinks: torch.Tensor | None,
     counted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, SummedDamage | None]:
-    """Turn contiguous scores into softmax's numerators, as `probabilities` does, in place.
+    """Turn contiguous scores into softmax's numerators, as torch in `probabilities.py`, in place.
 
     The static scale of `quantizer` is a power of two, on the device of `scores`. Sums are not below
     the smallest normal fp32.
