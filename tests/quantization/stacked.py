@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.architectures.families import FAMILIES, SIZES
@@ -130,22 +128,3 @@ def find_experts(model: Any) -> dict[str, Any]:
         for name, module in model.named_modules()
         if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
     }
-
-
-def run_expert(experts: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """Run all rows through one expert with transformers: [rows, hidden]."""
-    count = experts.gate_up_proj.shape[0]
-    if type(experts).__name__ == "Llama4TextExperts":
-        return experts(rows.repeat(count, 1)).view(count, *rows.shape)[expert]  # type: ignore[no-any-return]
-    chosen = torch.full((len(rows), 1), expert)
-    return experts(rows, chosen, torch.ones(len(rows), 1))  # type: ignore[no-any-return]
-
-
-def run_by_hand(
-    weights: dict[str, torch.Tensor],
-    rows: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Run an expert whose three matrices are [out, in]."""
-    gate, up = (functional.linear(rows, weights[name]) for name in ("gate_proj", "up_proj"))
-    return functional.linear(activation(gate) * up, weights["down_proj"])
