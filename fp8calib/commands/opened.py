@@ -185,7 +185,9 @@ def open_verification(
         engine_version=engine.release,
         dtype=model.dtype,
         device=model.device,
-        rules=make_rules(target, _read_rules(request), opened, plain_caches),
+        rules=make_rules(target, _read_rules(request), opened, plain_caches)
+        if request.rules
+        else {},
         opened=tuple(opened),
         fmt=fmt,
         gate=None if request.gate is None else load_gate(request.gate),

@@ -22,7 +22,7 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
     """Spell the command that helps most; empty where none does. `gates` are by name."""
     model, candidate = request.spell_model(report.model), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
-    stats = _find_stats(candidate)
+    stats = candidate / STATS_NAME if candidate.is_dir() else candidate
     if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
         stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
     command = ""
@@ -47,11 +47,6 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
         case Remedy.SERVE | Remedy.USE:
             command = _serve(report, request)
     return command
-
-
-def _find_stats(candidate: Path) -> Path:
-    """Name the statistics of a candidate: the file itself, or the one in its folder."""
-    return candidate / STATS_NAME if candidate.is_dir() else candidate
 
 
 def _find_folder(candidate: Path) -> Path | None:

@@ -105,7 +105,7 @@ def leave_cache(
             hint="name all layers that share a cache, or none",
         )
     left = {attention.module for index, attention in known.items() if index in layers}
-    plain = f"; layers {format_ranges(sorted(layers))} in 16 bits" if layers else ""
+    plain = f"; layers {format_ranges(sorted(layers))} in 16 bits"
     return replace(
         candidate,
         description=candidate.description + plain * candidate.has_cache,

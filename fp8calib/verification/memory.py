@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.errors import UsageError
 from fp8calib.model.device import DTYPES
 from fp8calib.model.live_model import LiveCheckpoint
@@ -23,6 +23,9 @@ from fp8calib.verification.emulation.emulate import can_share, repeat
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.token_scores import scoring_bytes
 from fp8calib.verification.verify import Verification
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.streamed_model import StreamedModel
 
 
 def plan_verification(
@@ -109,6 +112,9 @@ def open_scored(
     if mode.streaming is None:
         yield prepared
         return
+    # most models fit into memory
+    from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
+
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
     with open_streamed(prepared, model.checkpoint, tokens, mode.streaming) as streamed:
         yield streamed

@@ -15,7 +15,6 @@ from fp8calib.calibration.allocator import free_bytes, keep_freed_memory, return
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.model.load import LoadedModel
@@ -39,6 +38,7 @@ from fp8calib.verification.token_scores import (
 )
 
 if TYPE_CHECKING:
+    from fp8calib.calibration.streamed_model import StreamedModel
     from fp8calib.verification.emulation.weights import ScaleRange
 
 AT_ONCE = 8
@@ -98,7 +98,7 @@ def score(
     Raises:
         VerificationError: a model gives NaN or inf; the message names it and the sample.
     """
-    layers = len(model.geometry.layers) if isinstance(model, StreamedModel) else 0
+    layers = 0 if isinstance(model, PreparedModel) else len(model.geometry.layers)
     if stage:
         total = sum(batch.num_tokens for batch in batches) * (layers or 1)
         counts = {"layers": layers, "batches": 0 if layers else len(batches)}
@@ -146,13 +146,13 @@ def score(
         waiting.clear()
         looked_at = time.monotonic()
 
-    if isinstance(model, StreamedModel):
+    if isinstance(model, PreparedModel):
+        _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
+    else:
         # most models fit into memory
         from fp8calib.verification.score_streamed import StreamedLanes  # noqa: PLC0415
 
         StreamedLanes(model, models, batches, advance, vocab_size).run(add)
-    else:
-        _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
     look()
     reference, *others = join_scores(scored)
     found = [each for _, each in models[1:]]

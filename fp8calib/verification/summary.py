@@ -46,32 +46,20 @@ class Summary:
     """Logarithm of the candidate's perplexity over the reference's."""
     log_ratio_se: float | None
     """None if unknown (`standard_error`)."""
+    ppl_ratio: float
+    """The candidate's perplexity over the reference's."""
+    ppl_ratio_se: float | None
+    """By the delta method; None if unknown."""
     kld_mean: float | None
     """None if unknown, as other fields: a server does not give whole distributions."""
     kld_se: float | None
     top1_agreement: float | None
+    top1_se: float | None
+    """As of independent tokens."""
     kld_median: float | None = None
     kld_p99: float | None = None
     kld_max: float | None = None
     top1_ties: float | None = None
-
-    @property
-    def ppl_ratio(self) -> float:
-        """The candidate's perplexity over the reference's."""
-        return bounded_exp(self.log_ratio)
-
-    @property
-    def ppl_ratio_se(self) -> float | None:
-        """Standard error of the ratio (delta method); None if unknown."""
-        if self.log_ratio_se is None:
-            return None
-        return min(self.ppl_ratio * self.log_ratio_se, sys.float_info.max)
-
-    @property
-    def top1_se(self) -> float | None:
-        """Standard error of the top-1 agreement, as of independent tokens; None if unknown."""
-        share = self.top1_agreement
-        return None if share is None else math.sqrt(share * (1 - share) / self.tokens)
 
     @property
     def implied_log_ratio_se(self) -> float:
@@ -113,17 +101,22 @@ def summarize_logprobs(
 
     `kld` is the mean divergence and its standard error; `more` are other fields.
     """
-    losses = (reference - logprobs).double()
-    log_ratio_se, clusters = standard_error(losses, lengths)
+    losses, tokens = (reference - logprobs).double(), len(logprobs)
+    se, clusters = standard_error(losses, lengths)
+    ratio = bounded_exp(float(losses.mean()))
+    share = None if agrees is None else float(agrees.double().mean())
     return Summary(
-        tokens=len(logprobs),
+        tokens=tokens,
         clusters=clusters,
         ppl=compute_ppl(logprobs),
         log_ratio=float(losses.mean()),
-        log_ratio_se=log_ratio_se,
+        log_ratio_se=se,
+        ppl_ratio=ratio,
+        ppl_ratio_se=None if se is None else min(ratio * se, sys.float_info.max),
         kld_mean=kld[0],
         kld_se=kld[1],
-        top1_agreement=None if agrees is None else float(agrees.double().mean()),
+        top1_agreement=share,
+        top1_se=None if share is None else math.sqrt(share * (1 - share) / tokens),
         **more,
     )
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
@@ -56,6 +55,7 @@ from fp8calib.verification.summary import (
 from fp8calib.verification.token_scores import split_sequences
 
 if TYPE_CHECKING:
+    from fp8calib.calibration.streamed_model import StreamedModel
     from fp8calib.verification.emulation.weights import ScaleRange
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
@@ -232,7 +232,7 @@ def run_verification(
         kv=kv,
         noise=noise,
         comparisons=pairs,
-        rules=_rank_rules(asked, scores),
+        rules=_rank_rules(asked, scores) if asked.rules else (),
         warnings=(*asked.warnings, *unmet),
         unusable=tuple(asked.unusable),
         has_gate=asked.gate is not None,

@@ -68,10 +68,11 @@ def settle(
         for each in rows
     }
     others = [each for each in layers if (each.candidate, each.site) not in fitted]
+    removed = tuple(pair for pair in paired if pair.base == SCALE_ONE)
     report = make_small(
         candidates=tuple(candidates),
         layers=(*fitted.values(), *others),
-        kv=kv,
+        kv=kv and kv.model_copy(update={"removed": removed}),
         comparisons=tuple(paired),
         unusable=tuple(refused),
         **more,

@@ -35,12 +35,15 @@ def make_summary(
         ppl=10 * ratio,
         log_ratio=math.log(ratio),
         log_ratio_se=error / ratio,
+        ppl_ratio=ratio,
+        ppl_ratio_se=error,
         kld_mean=kld,
         kld_se=kld_se,
         kld_median=kld,
         kld_p99=kld,
         kld_max=kld,
         top1_agreement=0.9,
+        top1_se=None,
         top1_ties=0.0,
     )
 

@@ -353,15 +353,9 @@ class MeasurementHooks(EmulationHooks):
         self.roles = frozenset(site.role for site in self._measured)
         self._is_measured = False
         self._batch: dict[tuple[str, Site], list[torch.Tensor]] = {}
-        self._totals: dict[tuple[str, Site], torch.Tensor] = {}
-
-    @property
-    def found(self) -> dict[tuple[str, Site], torch.Tensor]:
-        """The sums of `measure_heads` by candidate and site: fp64 [2, H, 6], on the CPU.
-
-        They are those with its scales and, behind them, with the fitted ones.
-        """
-        return {key: total.cpu() for key, total in self._totals.items()}
+        self.found: dict[tuple[str, Site], torch.Tensor] = {}
+        """The sums of `measure_heads` by candidate and site: fp64 [2, H, 6]. They are those with
+        its scales and, behind them, with the fitted ones."""
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch, which is measured if it holds one of the chosen sequences."""
@@ -374,8 +368,8 @@ class MeasurementHooks(EmulationHooks):
         """Sum up the damage."""
         super().end_batch()
         for key, parts in self._batch.items():
-            before = [self._totals[key]] if key in self._totals else []
-            self._totals[key] = sum_damage([*before, *parts])
+            before = [self.found[key]] if key in self.found else []
+            self.found[key] = sum_damage([*before, *parts])
         self._batch.clear()
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:

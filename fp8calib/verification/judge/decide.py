@@ -15,7 +15,6 @@ from fp8calib.verification.report import (
     KvNeed,
     LayerResult,
     PairedAnswer,
-    PairedResult,
     Remedy,
     Verdict,
     VerifyReport,
@@ -146,7 +145,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
             where += f", which changes the KLD by {changed}{tell_more(paired)}"
         return _decide("This text cannot tell whether the model needs KV scales.", f"{where}.")
     if paired is None:
-        one = _find(report, SCALE_ONE)
+        one = next(one for one in report.candidates if one.name == SCALE_ONE)
         where += f" (KLD {format_mean_kld(one.kld_mean, one.kld_se)})"
     elif paired.answer is PairedAnswer.WORSE:
         fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
@@ -156,7 +155,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     where += "."
     unfit = {one.name: list_losing(report.list_rows(one.name)) for one in scaled}
     if fitting := [one for one in scaled if not unfit[one.name]]:
-        return _choose_scaled(report, where, fitting)
+        return _choose_scaled(report, need, where, fitting)
     queries = [row for row in losing if row.role == "q"]
     repaired = [
         one
@@ -181,7 +180,8 @@ def _decide_without(
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
-    one, kept = _find(report, SCALE_ONE), "scales that fit" if scaled else "any scale"
+    one = next(one for one in report.candidates if one.name == SCALE_ONE)
+    kept = "scales that fit" if scaled else "any scale"
     why = "At scale 1.0 no K, V or q loses anything that another scale would keep."
     if need.added_by_one is not None and need.sites:
         kept, changed = "scales that fit", format_difference(need.added_by_one)
@@ -191,10 +191,9 @@ def _decide_without(
         f"(perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)} at scale 1.0).",
         why,
     ]
-    for each in scaled:
-        paired = _find_pair(report, each.name, SCALE_ONE)
+    for paired in need.removed:
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
-        details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
+        details.append(f"Against scale 1.0, {paired.candidate} {describe_pair(paired)}{by_chance}.")
     fails, passing, fault = _fails(one, report), _list_passing(scaled, report), ""
     is_unknown = one.verdict is Verdict.CANNOT_TELL
     if fails:
@@ -219,7 +218,7 @@ def _decide_without(
 
 
 def _choose_scaled(
-    report: VerifyReport, where: str, fitting: Sequence[CandidateResult]
+    report: VerifyReport, need: KvNeed, where: str, fitting: Sequence[CandidateResult]
 ) -> Decision:
     """Choose between candidates whose scales fit; `where` they are needed is the first detail."""
     loadable = [one for one in fitting if one.name not in report.unusable]
@@ -238,7 +237,7 @@ def _choose_scaled(
     if best.verdict is Verdict.CANNOT_TELL:
         headline = f"{_NEEDED}. {name} fits, but {_spell_doubt('it', report)}."
         return _decide(headline, where, f"{cost}.")
-    removed = format_difference(_find_pair(report, name, SCALE_ONE))
+    removed = next(format_difference(pair) for pair in need.removed if pair.candidate == name)
     # `where` has the cost of the scales that fit best
     gain = [] if kld in where else [f"{cost}: {removed} against scale 1.0."]
     others, warned = _compare_with_best(best, passing, report)
@@ -316,18 +315,13 @@ def _compare_with_best(
     best: CandidateResult, passing: Sequence[CandidateResult], report: VerifyReport
 ) -> tuple[list[str], str]:
     """Say how the others that pass compare with the one to use, and that it gets a warning."""
-    pairs = ((one.name, _find_pair(report, one.name, best.name)) for one in passing if one != best)
-    others = [f"Against {best.name}, {name} {describe_pair(pair)}." for name, pair in pairs]
+    names = {one.name for one in passing}
+    others = [
+        f"Against {best.name}, {pair.candidate} {describe_pair(pair)}."
+        for pair in report.comparisons
+        if pair.base == best.name and pair.candidate in names
+    ]
     return others, ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
-
-
-def _find(report: VerifyReport, name: str) -> CandidateResult:
-    return next(one for one in report.candidates if one.name == name)
-
-
-def _find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
-    pairs = report.comparisons
-    return next(each for each in pairs if (each.candidate, each.base) == (candidate, base))
 
 
 def _fails(one: CandidateResult, report: VerifyReport) -> bool:
