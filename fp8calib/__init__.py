@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
     from fp8calib.commands.quantize import quantize
-    from fp8calib.commands.result import QuantizeResult, RunPlan
+    from fp8calib.commands.result import RunPlan
     from fp8calib.commands.show import show
     from fp8calib.commands.stats import CalibrationStats, load_stats
+    from fp8calib.commands.written_result import QuantizeResult
     from fp8calib.verification.emulated_model import emulate
 
 __version__ = "0.3.0"
@@ -49,7 +50,7 @@ _PLACES = {
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "commands.stats",
-    "QuantizeResult": "commands.result",
+    "QuantizeResult": "commands.written_result",
     "RunPlan": "commands.result",
     "VerifyResult": "commands._verify",
 }

@@ -15,8 +15,9 @@ from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import QuantizeResult, Result, RunPlan, WrittenCheck, describe_checks
+from fp8calib.commands.result import Result, RunPlan
 from fp8calib.commands.verify import VerifyRequest
+from fp8calib.commands.written_result import QuantizeResult, WrittenCheck, describe_checks
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError

@@ -16,18 +16,16 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import (
+from fp8calib.commands.result import Result, RunHashes, RunPlan
+from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
+from fp8calib.commands.written_result import (
     BeforeAfter,
     QuantizeResult,
-    Result,
-    RunHashes,
-    RunPlan,
     ShardIndex,
     WrittenCheck,
     describe_checks,
     list_top_level,
 )
-from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank

@@ -56,11 +56,12 @@ from fp8calib.commands.recipe import (
     resolve_text,
 )
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import BeforeAfter, QuantizeResult, RunPlan
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.saved import saved_model, warn_of_tokenizer
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.commands.written import finish_formats
+from fp8calib.commands.written_result import BeforeAfter, QuantizeResult
 from fp8calib.data.sequences import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules

@@ -12,9 +12,9 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import (
+from fp8calib.commands.result import Result
+from fp8calib.commands.written_result import (
     BeforeAfter,
-    Result,
     WrittenCheck,
     describe_checks,
     list_top_level,

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,8 +18,8 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
-from fp8calib.commands.recipe import Data, Recipe
 from fp8calib.commands.result import RunPlan
+from fp8calib.commands.text_settings import Data
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import ReadRow, has_chat_template
@@ -38,6 +38,9 @@ from fp8calib.model.load import (
     open_source,
 )
 from fp8calib.model.prepared import prepare
+
+if TYPE_CHECKING:
+    from fp8calib.commands.recipe import Recipe
 
 
 @contextmanager

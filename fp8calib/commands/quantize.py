@@ -12,7 +12,7 @@ from typing import Any
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
-from fp8calib.commands.result import QuantizeResult, describe_checks, list_checkpoint
+from fp8calib.commands.written_result import QuantizeResult, describe_checks, list_checkpoint
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8

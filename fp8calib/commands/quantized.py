@@ -17,9 +17,14 @@ from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import BeforeAfter, LayerScheme, QuantizeResult, UnquantizedLinear
 from fp8calib.commands.saved import warn_of_tokenizer
 from fp8calib.commands.written import finish_checkpoint
+from fp8calib.commands.written_result import (
+    BeforeAfter,
+    LayerScheme,
+    QuantizeResult,
+    UnquantizedLinear,
+)
 from fp8calib.errors import RecipeError
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan

@@ -29,6 +29,7 @@ from fp8calib.calibration.header import Observe
 from fp8calib.commands import options as keys
 from fp8calib.commands.options import DATA, TextData, recipe_files
 from fp8calib.commands.request import Option, list_options
+from fp8calib.commands.text_settings import Data, make_field
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, join_or, shorten, suggest
@@ -45,30 +46,6 @@ if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
 
 M = TypeVar("M", bound=BaseModel)
-
-
-def _key(option: Option, **more: Any) -> Any:
-    """Make the field of a key from the option that overrides it."""
-    return Field(
-        default=option.key_default,
-        ge=option.least,
-        le=option.most,
-        description=option.about,
-        **more,
-    )
-
-
-class Data(Frozen):
-    """Which data is run through the model."""
-
-    sources: tuple[str, ...] = _key(keys.DATA)
-    text_column: str | None = _key(keys.TEXT_COLUMN, min_length=1)
-    strict_rows: bool = _key(keys.STRICT_ROWS, strict=True)
-    samples: int = _key(keys.SAMPLES, strict=True)
-    seq_len: int | None = _key(keys.SEQ_LEN, strict=True)
-    batch_size: int | None = _key(keys.BATCH_SIZE, strict=True)
-    pack: bool = _key(keys.PACK, strict=True)
-    seed: int = _key(keys.SEED, strict=True)
 
 
 def _read_rule(value: Any) -> Rule:
@@ -101,14 +78,14 @@ QueryScale = Annotated[
 class ScaleOptions(Frozen):
     """How statistics become scales."""
 
-    rule: RuleField = _key(keys.RULE)
+    rule: RuleField = make_field(keys.RULE)
     rules: dict[str, RuleField] = Field(
         default={},
         description="other rules of some K and V, by patterns like those of `ignore` for "
         "`model.layers.3.self_attn.k` and `.v`; the first pattern that matches counts",
     )
-    fallback: Fallback | None = _key(keys.FALLBACK)
-    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(keys.FP8_DTYPE)
+    fallback: Fallback | None = make_field(keys.FALLBACK)
+    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = make_field(keys.FP8_DTYPE)
 
     @property
     def choice(self) -> ScaleRules:
@@ -178,9 +155,9 @@ class Recipe(Frozen):
     observe: Observe = Field(default=Observe(), description="which tensors are observed")
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
-    formats: tuple[FormatName, ...] = _key(keys.FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = _key(keys.TP, min_length=1)
-    query_scale: QueryScale = _key(keys.QUERY_SCALE)
+    formats: tuple[FormatName, ...] = make_field(keys.FORMATS)
+    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = make_field(keys.TP, min_length=1)
+    query_scale: QueryScale = make_field(keys.QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )

@@ -1,19 +1,17 @@
-"""What commands give: the base of all results, and what several have in common."""
+"""What commands give: the base of all results, plans and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
 from fp8calib.model.shapes import Frozen
-from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 
@@ -61,89 +59,6 @@ class Result(Frozen):
         """
         computed = {*cls.model_computed_fields, "schema_version", "passed"}
         return cls.model_validate({k: v for k, v in document.items() if k not in computed})
-
-
-class BeforeAfter(Frozen):
-    """Sizes in bytes: before and after a command, or without and with FP8."""
-
-    before: int
-    after: int
-
-    def describe(self) -> str:
-        """Describe both sizes: `269 MB -> 135 MB`."""
-        return f"{format_size(self.before)} -> {format_size(self.after)}"
-
-
-class ShardIndex(Frozen):
-    """Which shard of a run, from 1."""
-
-    index: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.index} of {self.count}"
-
-
-class LayerScheme(Frozen):
-    """A pattern that gives linears another scheme, and the number of these linears."""
-
-    pattern: str
-    scheme: str
-    linears: int
-
-    def __str__(self) -> str:
-        return f"{self.pattern}={self.scheme} ({self.linears} linears)"
-
-
-class WrittenCheck(Frozen):
-    """What an engine will do with a written checkpoint."""
-
-    path: str
-    """Path of the checkpoint, relative to the output folder; `.` for the folder itself."""
-    engine: str
-    """Name and release of the engine."""
-    verdict: str
-    """`ok`, `not ok` or `unknown`."""
-    summary: str
-    """The verdict with the layers that are served, or with the reason."""
-    command: str
-    """The command that serves it; empty if it is not ok."""
-
-
-class UnquantizedLinear(Frozen):
-    """A module that was left unquantized."""
-
-    module: str
-    why: str
-
-
-class QuantizeResult(Result):
-    """A written FP8 checkpoint: what `--json` prints."""
-
-    out: Path
-    files: tuple[str, ...]
-    """Relative to `out`."""
-    scheme: str
-    layer_schemes: tuple[LayerScheme, ...]
-    format: str
-    bytes: BeforeAfter
-    duration_s: float
-    resumed: tuple[str, ...]
-    quantized: tuple[str, ...]
-    left: tuple[UnquantizedLinear, ...]
-    dead: tuple[AllZeroWeight, ...]
-    has_kv_scales: bool
-    notes: tuple[str, ...]
-    kv_bytes_per_token: BeforeAfter | None
-    checked: tuple[WrittenCheck, ...] = ()
-    """What `check` says of the written checkpoints; empty with --no-check."""
-
-    def describe_dead(self) -> tuple[str, ...]:
-        """Describe the weights with scales that cover zeros alone."""
-        return tuple(
-            f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
-            for each in self.dead
-        )
 
 
 class RunPlan(Result):
@@ -247,25 +162,3 @@ class RunHashes(Frozen):
     """The files of text among `--data`."""
     scales: Mapping[str, tuple[FileHash, ...]]
     """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
-
-
-def describe_checks(checks: Sequence[WrittenCheck]) -> Iterator[str]:
-    """Give a line for each checkpoint and engine, with the command that serves it."""
-    for each in checks:
-        where = "" if each.path == "." else f"{each.path}, "
-        command = f":\n    {each.command}" if each.command else ""
-        yield f"{where}{each.engine}: {each.summary}{command}"
-
-
-def list_top_level(files: Sequence[str]) -> str:
-    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
-    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
-    return ", ".join(dict.fromkeys(names))
-
-
-def list_checkpoint(files: Sequence[str]) -> str:
-    """List the files of a checkpoint, several shards as one entry."""
-    shards = [name for name in files if name.endswith(".safetensors")]
-    if len(shards) <= 1:
-        return list_top_level(files)
-    return list_top_level([f"{len(shards)} shards", *(n for n in files if n not in shards)])

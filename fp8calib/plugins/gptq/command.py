@@ -31,9 +31,10 @@ from fp8calib.commands.quantized import (
 )
 from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
 from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import QuantizeResult, RunPlan
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats
+from fp8calib.commands.written_result import QuantizeResult
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
