@@ -521,14 +521,16 @@ def test_a_query_scale_is_exported_onto_the_revision_that_was_verified(tmp_path:
     assert refused.code != 0  # there is no such model
 
 
-@pytest.mark.parametrize("failing", ["save_tensors", "write_page"])
+@pytest.mark.parametrize(
+    "failing", ["commands._verify.save_tensors", "verification.page.page.write_page"]
+)
 def test_an_output_that_cannot_be_written_hides_no_result(
     model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     def refuse_to(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"fp8calib.commands._verify.{failing}", refuse_to)
+    monkeypatch.setattr(f"fp8calib.{failing}", refuse_to)
     outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
     outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
     assert outcome.code != 0
