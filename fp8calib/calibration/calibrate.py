@@ -23,7 +23,6 @@ from fp8calib.calibration.passes import (
 )
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.statistic import SiteStats, merge_sites
-from fp8calib.calibration.streamed_model import open_streamed
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import check_other_weights, settle_weights
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -104,6 +103,9 @@ def _observe(
             weights = {linear.weight_name for _, linear in prepared.geometry.linears()}
             read = prepared.weights.tensor_names(weights)
         else:
+            # a model in memory needs none of it
+            from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
+
             tokens = find_distinct_tokens(todo)
             streamed = stack.enter_context(
                 open_streamed(prepared, checkpoint, tokens, run.streaming)

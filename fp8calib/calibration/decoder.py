@@ -15,7 +15,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.streamed_weights import copy_ids
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
 from fp8calib.model.topology import find_text_decoder, name_cache_argument
@@ -203,6 +202,14 @@ class Decoder:
             f"{type(self._model).__name__}: its forward pass does not call its text decoder",
             hint="this architecture is not supported",
         )
+
+
+def copy_ids(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy token ids to a device, where `EmbeddingRows` needs not wait for them."""
+    copied = ids.to(device, non_blocking=True)
+    if copied is not ids and not copied.is_inference():
+        vars(copied)["on_host"] = copied._version, ids
+    return copied
 
 
 @contextmanager

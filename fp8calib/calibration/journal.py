@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,12 +26,14 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.calibration.layer_steps import HiddenStateStore, LayerState
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.model.shapes import Site
+
+if TYPE_CHECKING:  # a model in memory needs none of it
+    from fp8calib.calibration.layer_steps import HiddenStateStore
 
 NAME_PREFIX = "checkpoint-"
 """The prefix of the names of checkpoints, which are removed when the run is finished."""
@@ -123,6 +126,8 @@ class Journal:
 
     def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
         """Load what an earlier run of these batches saved; give the first layer to run."""
+        from fp8calib.calibration.layer_steps import LayerState  # noqa: PLC0415 -- streamed runs only
+
         self.layer_sites = {}
         folders = sorted(self.folder.glob(f"{self._layers_stem}-[0-9]*[0-9]"))
         if not folders:

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fp8calib.calibration.streamed_model import Streaming
-from fp8calib.calibration.streamed_weights import PartLoader
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
@@ -25,6 +23,9 @@ from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer
 from fp8calib.text import GIB, count_decimals, describe_peak, format_gib
+
+if TYPE_CHECKING:  # a model in memory needs none of it
+    from fp8calib.calibration.streamed_model import Streaming
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
 _ROUNDED_BYTES = 2**25  # two runs of one command differ by less: --memory by its own error works
@@ -221,6 +222,10 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
 
 
 def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
+    # a model in memory needs none of them
+    from fp8calib.calibration.streamed_model import Streaming  # noqa: PLC0415
+    from fp8calib.calibration.streamed_weights import PartLoader  # noqa: PLC0415
+
     itemsize = work.dtype.itemsize
     loader = PartLoader(work.prepared, work.checkpoint, dtype=work.dtype, device=work.device)
     layers, around = loader.layers(), loader.around_layers().placed

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import try_kernels
 from fp8calib.calibration.statistic import SiteStats, merge_sites
-from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, Streaming
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
@@ -37,6 +36,9 @@ from fp8calib.data.sequences import Batch, DataPlan, Share, cut_into
 from fp8calib.errors import CalibrationError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Linear, Role, Site
+
+if TYPE_CHECKING:  # a model in memory needs none of it
+    from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, Streaming
 
 _GPU_BATCH_TOKENS = 8192
 """About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""

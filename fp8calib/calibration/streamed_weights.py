@@ -256,14 +256,6 @@ def embeddings_by_row(weights: WeightSource) -> dict[str, nn.Embedding]:
     }
 
 
-def copy_ids(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy token ids to a device, where `EmbeddingRows` needs not wait for them."""
-    copied = ids.to(device, non_blocking=True)
-    if copied is not ids and not copied.is_inference():
-        vars(copied)["on_host"] = copied._version, ids
-    return copied
-
-
 class EmbeddingRows:
     """The rows of an embedding that the text uses, in place of the whole."""
 

@@ -17,7 +17,7 @@ import torch
 
 from fp8calib.calibration import journal as journal_module
 from fp8calib.calibration import passes
-from fp8calib.calibration.decoder import OutOfMemoryInForward
+from fp8calib.calibration.decoder import OutOfMemoryInForward, copy_ids
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_steps import HiddenStateStore
 from fp8calib.calibration.streamed_weights import (
@@ -25,7 +25,6 @@ from fp8calib.calibration.streamed_weights import (
     HeldTensors,
     ModelPart,
     PartLoader,
-    copy_ids,
 )
 from fp8calib.errors import ModelError
 from scripts.benchmarks.launches import WorkCounter
