@@ -38,7 +38,14 @@ def available_bytes(*, root: Path = _ROOT) -> int:
     of_machine = _read_sizes(root / "proc/meminfo").get("MemAvailable")
     if of_machine is None:
         of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(min([of_machine, *_group_bytes(root), *_limit_bytes(root)]), 0)
+    sizes = [of_machine, *_group_bytes(root)]
+    used = _read_sizes(root / "proc/self/status")
+    for line in _read_lines(root / "proc/self/limits"):  # of `ulimit -d` and `ulimit -v`
+        for title, name in (("Max data size", "VmData"), ("Max address space", "VmSize")):
+            soft = line.removeprefix(title).split()[0] if line.startswith(title) else ""
+            if soft.isdigit() and name in used:
+                sizes.append(int(soft) - used[name])
+    return max(min(sizes), 0)
 
 
 def anonymous_bytes() -> int | None:
@@ -109,16 +116,6 @@ class PeakMemory:
         found = anonymous_bytes()
         if found is not None:
             self.peak_bytes = max(self.peak_bytes or 0, found)
-
-
-def _limit_bytes(root: Path) -> Iterator[int]:
-    """Give what `ulimit -d` and `ulimit -v` allow beyond the present use."""
-    used = _read_sizes(root / "proc/self/status")
-    for line in _read_lines(root / "proc/self/limits"):
-        for title, name in (("Max data size", "VmData"), ("Max address space", "VmSize")):
-            soft = line.removeprefix(title).split()[0] if line.startswith(title) else ""
-            if soft.isdigit() and name in used:
-                yield int(soft) - used[name]
 
 
 def _group_bytes(root: Path) -> Iterator[int]:

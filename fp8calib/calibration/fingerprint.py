@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
+from contextlib import suppress
 from importlib import metadata
 
 from fp8calib import __version__
@@ -43,13 +43,8 @@ def versions(kinds: Iterable[Modality] = ()) -> dict[str, str]:
     Pixels depend on whether torchvision is there: what is not installed has no version.
     """
     names = {name for kind in kinds for name in _DECODERS.get(kind, ())}
-    others = {name: _find_version(name) for name in ("torch", "transformers", *sorted(names))}
-    return {"fp8calib": __version__, **{name: found for name, found in others.items() if found}}
-
-
-@cache  # reading it takes 5 ms
-def _find_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    found = {"fp8calib": __version__}
+    for name in ("torch", "transformers", *sorted(names)):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -224,8 +224,3 @@ class Journal:
                 hint=f"repeat its command line; {again}",
             )
         return stats.sites, own
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file or folder is a checkpoint of a run."""
-    return path.name.startswith(NAME_PREFIX)

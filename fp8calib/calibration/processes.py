@@ -69,12 +69,12 @@ class ProcessGroup:
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Make a value in the first process and give it to all."""
+        if self.size == 1:
+            return make()
         return self.all_gather(make() if self.is_first else None)[0]
 
     def all_gather(self, own: Any) -> list[Any]:
         """Give every process the values of all, by rank."""
-        if self.size == 1:
-            return [own]
         gathered: list[Any] = [None] * self.size
         with self.peer_failures():
             distributed.all_gather_object(gathered, own, self._group)

@@ -108,13 +108,17 @@ def _prepare(
     """Continue what an interrupted run left, or begin: refuse a folder that no run made."""
     progress = staging / PROGRESS_NAME
     staging.mkdir(exist_ok=True)
+    try:
+        known = json.loads(progress.read_bytes())["tag"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        known = None  # a new run, or one that died before the file was complete
     if any(staging.iterdir()):
         if not progress.is_file():
             raise UsageError(
                 f"{staging}: the folder is not empty, and was not made by an interrupted run",
                 hint="move it away, or name another output folder",
             )
-        if resume and _read_tag(progress) not in (None, tag):
+        if resume and known not in (None, tag):
             raise UsageError(
                 f"{staging}: the interrupted run had another model or other options",
                 hint="use the options of that run; to start again, remove the folder",
@@ -128,22 +132,14 @@ def _prepare(
             on_old(staging)
         else:
             _empty(staging)
-    if _read_tag(progress) is None:
+            known = None
+    if known is None:
         progress.write_text(json.dumps({"tag": tag}))
 
 
 def _has_progress(staging: Path) -> bool:
     """Whether a folder holds what a run has finished: shards, codes, or checkpoints."""
     return any(staging.rglob("*.safetensors"))
-
-
-def _read_tag(progress: Path) -> str | None:
-    """Read the tag; None if the run died before the progress file was complete."""
-    try:
-        tag: str = json.loads(progress.read_bytes())["tag"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return None
-    return tag
 
 
 def remove_progress_file(folder: Path) -> None:

@@ -57,7 +57,7 @@ class TensorReader(ABC):
         """Return the dtype that a tensor is read in."""
         from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES  # noqa: PLC0415 -- imports torch
 
-        return TORCH_DTYPES[self._find_numbers(name).dtype]
+        return TORCH_DTYPES[self._entry(name).dtype]
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
@@ -108,7 +108,7 @@ class TensorReader(ABC):
 
     def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Read the same bytes as an array, of a file without torch."""
-        entry = self._entry(name)
+        entry = self._entry(name, as_bytes=True)
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
         row_bytes = max(entry.size_bytes // max((entry.shape or (1,))[0], 1), 1)
@@ -127,7 +127,7 @@ class TensorReader(ABC):
 
         Its dtype is that of the file unless `dtype` is given.
         """
-        entry = self._find_numbers(name)
+        entry = self._entry(name)
         data = self.read_array(name, 0, entry.size_bytes)
         return decode_floats(data, dtype or entry.dtype).reshape(entry.shape)
 
@@ -135,14 +135,12 @@ class TensorReader(ABC):
         """Read a scale as fp32 without torch: numbers, or the exponents of MXFP8."""
         return self.read_floats(name, "F8_E8M0" if self._entry(name).dtype == "U8" else "")
 
-    def _entry(self, name: str) -> TensorEntry:
+    def _entry(self, name: str, *, as_bytes: bool = False) -> TensorEntry:
+        """Find a tensor; numbers smaller than a byte are read only as bytes."""
         if name not in self.tensors:
             raise ModelError(f"{self.place}: there is no tensor {name!a:.200}")
-        return self.tensors[name]
-
-    def _find_numbers(self, name: str) -> TensorEntry:
-        entry = self._entry(name)
-        if entry.dtype in PACKED_BITS:
+        entry = self.tensors[name]
+        if entry.dtype in PACKED_BITS and not as_bytes:
             what = f"{shorten(name)} is {entry.dtype}, smaller than a byte, and cannot be read"
             hint = "use a checkpoint in 8 bits or more"
             raise ModelError(f"{self.find_file(name).path}: {what}", hint=hint)

@@ -15,7 +15,14 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fp8calib import __version__
-from fp8calib.cli.console import ConsoleReporter, print_json, say, show_blocks, show_error
+from fp8calib.cli.console import (
+    ConsoleReporter,
+    print_json,
+    print_table,
+    print_text,
+    say,
+    show_error,
+)
 from fp8calib.commands import (
     find_module,
     find_request,
@@ -27,7 +34,7 @@ from fp8calib.commands.request import Option, list_options
 from fp8calib.errors import UsageError
 from fp8calib.machine import find_process_rank
 from fp8calib.plugin import find_plugins
-from fp8calib.text import Block, Line
+from fp8calib.text import Answer, Block, Line
 
 if TYPE_CHECKING:
     from fp8calib.commands.result import Result
@@ -223,13 +230,13 @@ def _run(name: str, request: Any, *, as_json: bool) -> int:
             result: Result | None = run(request, reporter, **more)
     except Exception as error:
         if hasattr(error, "result"):  # found before its files could not be written
-            show_blocks(_describe(name, error.result, request), as_json=as_json)
+            _show(name, error.result, request, as_json=as_json)
         raise
     if result is None:  # the first of several processes has it
         return 0
     if as_json:
         print_json(result.to_json())
-    show_blocks(_describe(name, result, request), as_json=as_json)
+    _show(name, result, request, as_json=as_json)
     if failure := getattr(result, "failure", ""):
         return show_error("", failure, "", result.exit_code, as_json=False)
     return result.exit_code
@@ -246,14 +253,23 @@ def _quiet_libraries() -> None:
         logging.disable_progress_bar()
 
 
-def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
-    """Describe a result as the module of its command does."""
+def _show(name: str, result: Result, request: Any, *, as_json: bool) -> None:
+    """Print a result as the module of its command describes it; beside JSON, only its answer."""
     from fp8calib.commands.result import RunPlan  # noqa: PLC0415 -- imports pydantic
 
+    blocks: Iterable[Block] = [Line(str(result))]
     if isinstance(result, RunPlan):
-        return result.describe()
-    render: Any = find_module(name, "describe")
-    return [Line(str(result))] if render is None else render.describe(result, request)
+        blocks = result.describe()
+    elif (render := find_module(name, "describe")) is not None:
+        blocks = render.describe(result, request)
+    for block in blocks:
+        if as_json:  # stdout has it
+            if isinstance(block, Answer):
+                say(block.text)
+        elif isinstance(block, Line):
+            print_text(block.text)
+        else:
+            print_table(block.title, block.columns, block.texts)
 
 
 def _make_parameter(option: Option) -> inspect.Parameter:

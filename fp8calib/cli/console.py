@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,6 @@ from rich.text import Text
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine import PeakMemory
-from fp8calib.text import Answer, Block, Line
 
 
 class _Console(Console):
@@ -81,18 +80,6 @@ def print_json(value: Mapping[str, Any]) -> None:
     if not _out.quiet:
         with _to_stdout():
             sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def show_blocks(found: Iterable[Block], *, as_json: bool) -> None:
-    """Print a result; where stdout gets JSON, only its answer, on stderr."""
-    for block in found:
-        if as_json:
-            if isinstance(block, Answer):
-                say(block.text)
-        elif isinstance(block, Line):
-            print_text(block.text)
-        else:
-            print_table(block.title, block.columns, block.texts)
 
 
 @contextmanager

@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (count := count_processors()) < len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_NUM_THREADS", str(count))
     handle_signals()
-    _replace_closed_streams()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the program was started without it
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 -- stays open
     try:
         process_rank = find_process_rank(os.environ)
     except UsageError as error:
@@ -72,14 +74,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with suppress(KeyboardInterrupt):  # the first process has ended and printed why
         sys.exit(_guarded(arguments, process_rank))
     sys.exit(INTERRUPTED)
-
-
-def _replace_closed_streams() -> None:
-    """Open os.devnull where the program was started without stdout or stderr."""
-    if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- stays open
-    if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def _wait_for_first(process_rank: ProcessRank) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
@@ -368,7 +368,7 @@ def _make_result(
         recipe=recipe.name,
         data=text.sources if text else (),
         seq_len=text.seq_len if text else None,
-        rows=text.rows.to_json() if text and text.rows else None,
+        rows=asdict(text.rows) if text and text.rows else None,
         measured_quantized=model.checkpoint.form,
         architecture=stats.geometry.architecture,
         out=job.out,

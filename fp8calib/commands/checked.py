@@ -38,7 +38,6 @@ from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.metadata import read_file_origin
-from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.model.shapes import ModelGeometry
 
 
@@ -69,6 +68,8 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
                 raise ModelError(fault, hint="download or copy the file again")
         reports = check_folder(folder, *asked, requires_kv=request.require_kv, **more)
     else:
+        from fp8calib.formats.read import require_kv_scales  # few checks read scales
+
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, model)
@@ -116,6 +117,8 @@ def _refuse_other(path: Path) -> None:
         if fault and (inner or not (path / CONFIG_NAME).exists()):
             raise UsageError(f"{path}: {fault}, not a checkpoint", hint=hint)
     elif is_result(path):
+        from fp8calib.formats.read import refuse_result
+
         raise refuse_result(path)
     elif is_stats_file(path):
         hint = f"name what {spell_export(path)} writes"
@@ -184,6 +187,8 @@ def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolde
     is_fp8 = any(entry.dtype in WEIGHT_FORMATS for entry in entries)  # without a config too
     if model.config.get("quantization_config") is not None or model.modelopt or is_fp8:
         return
+    from fp8calib.formats.read import check_origin
+
     try:
         opened = Checkpoint.open(model.path)
     except ModelError:

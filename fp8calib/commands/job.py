@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +21,7 @@ from fp8calib.calibration.calibration_stats import (
     load_stats_file,
 )
 from fp8calib.calibration.header import StatsHeader
-from fp8calib.calibration.journal import Journal, is_checkpoint
+from fp8calib.calibration.journal import NAME_PREFIX, Journal
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
 from fp8calib.calibration.passes import CalibrationRun, TextEngine, choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
@@ -210,7 +210,7 @@ class CalibrationJob:
         described = {
             **self.count(),
             "data": list(text.sources) if text else [],
-            "rows": rows and rows.to_json(),
+            "rows": rows and asdict(rows),
             "out": str(self.out),
             "writes": sorted(self.owned),
         }
@@ -350,7 +350,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         kept_after=(KeyboardInterrupt, RankLostError, ExportError),
     ) as staging:
         journal = old[0] if old else open_journal(staging)
-        is_lone = group.size == 1 and not any(map(is_checkpoint, staging.iterdir()))
+        is_lone = group.size == 1 and not any(staging.glob(f"{NAME_PREFIX}*"))
         if is_lone and (finished := read_finished(job, header, staging)) is not None:
             yield finished
             return
@@ -374,7 +374,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
 def remove_outputs(folder: Path) -> None:
     """Remove output that an earlier run began to write; it is written again."""
     for path in folder.iterdir():
-        if path.name == PROGRESS_NAME or is_checkpoint(path):
+        if path.name == PROGRESS_NAME or path.name.startswith(NAME_PREFIX):
             continue
         if path.is_dir():
             shutil.rmtree(path)

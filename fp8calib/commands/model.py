@@ -28,7 +28,6 @@ from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.model.device import DTYPES, choose_device, choose_dtype
-from fp8calib.model.live_model import ConfigCheckpoint, LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import (
     ModelSource,
     as_unquantized,
@@ -79,8 +78,7 @@ def open_run_model(
                             f"{name}: the model is in memory already, where and as it is",
                             hint=f"leave {name} out, or pass the path of a checkpoint",
                         )
-                check_live_model(request.model, can_be_sharded=can_be_sharded)
-                yield from _open_live(request.model, recipe)
+                yield from _open_live(request.model, recipe, can_be_sharded=can_be_sharded)
     finally:
         torch.set_default_dtype(default)
 
@@ -94,11 +92,14 @@ def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]
         trust_remote_code=request.trust_remote_code,
         needs_weights=not request.dry_run,
     )
-    with (
-        ConfigCheckpoint(as_unquantized(source))
-        if request.dry_run and lacks_weights(source.folder)  # a plan needs none
-        else open_model(source.folder, if_quantized=request.if_quantized.format(request.model))
-    ) as checkpoint:
+    if request.dry_run and lacks_weights(source.folder):  # a plan needs none
+        from fp8calib.model.live_model import ConfigCheckpoint
+
+        opened: Checkpoint = ConfigCheckpoint(as_unquantized(source))
+    else:
+        hint = request.if_quantized.format(request.model)
+        opened = open_model(source.folder, if_quantized=hint)
+    with opened as checkpoint:
         if checkpoint.form or not checkpoint.has_weights:
             source = as_unquantized(source)
         model = prepare_run_model(
@@ -164,7 +165,13 @@ def prepare_run_model(
     )
 
 
-def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunModel]:
+def _open_live(
+    model: PreTrainedModel, recipe: Recipe | None, *, can_be_sharded: bool
+) -> Iterator[RunModel]:
+    # a model on a path needs none of it
+    from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
+
+    check_live_model(model, can_be_sharded=can_be_sharded)
     with borrowed(model):
         checkpoint = LiveCheckpoint(model)
         check_runnable(model)

@@ -119,7 +119,8 @@ def build_plan(
             f"{seq_len} tokens)"
         )
     warnings += warn_of_scales(sum(map(len, sequences)))
-    warnings += _warn_of_media(sequences, media, placeholders or {})
+    if placeholders:
+        warnings += _warn_of_media(sequences, media, placeholders)
     return DataPlan(
         sequences=tuple(sequences),
         packed=pack,
@@ -137,7 +138,7 @@ def _warn_of_media(
     media: Mapping[int, MediaRow],
     placeholders: Mapping[int, Modality],
 ) -> Iterator[str]:
-    if placeholders and not media:
+    if not media:
         taken = " and ".join(kind for kind in MODALITIES if kind in placeholders.values())
         yield (
             f"the model takes {taken}, and all rows are text: no scale is set by them; give rows "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -47,10 +47,6 @@ class RowsUsed:
     """Rows read that are messages or instructions."""
     chat_template: str | None = None
     """sha256 (hex) of the tokenizer's or processor's chat template if it was applied, else None."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Give the fields for a report."""
-        return asdict(self)
 
     def describe(self) -> Iterator[str]:
         """Describe the rows in two lines: their number, and the chat template."""

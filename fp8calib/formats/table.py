@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isnan
@@ -117,23 +117,17 @@ def fill_missing(
             hint="use --fallback layer-max (the largest scale of the same role in the layer, or "
             "1.0 where there is none)",
         )
-    return {
-        site: Scale(
-            values=_filled(scale, pools[site], fallback),
-            source=scale.source,
-            is_substitute=bool(scale.values.isnan().all()),
+    filled = dict(scales)
+    for site in missing:
+        values, substitute = scales[site].values, 1.0
+        for pool in pools[site] if fallback is not Fallback.ONE else ():
+            numbers = [number for other in pool for number in other.values.flatten().tolist()]
+            if known := [number for number in numbers if not isnan(number)]:
+                substitute = max(known)
+                break
+        filled[site] = Scale(
+            values=values.nan_to_num(substitute),
+            source=scales[site].source,
+            is_substitute=bool(values.isnan().all()),
         )
-        for site, scale in scales.items()
-    }
-
-
-def _filled(scale: Scale, pools: Iterable[list[Scale]], fallback: Fallback | None) -> torch.Tensor:
-    if not bool(scale.values.isnan().any()):
-        return scale.values
-    substitute = 1.0
-    for pool in pools if fallback is not Fallback.ONE else ():
-        numbers = [number for other in pool for number in other.values.flatten().tolist()]
-        if known := [number for number in numbers if not isnan(number)]:
-            substitute = max(known)
-            break
-    return scale.values.nan_to_num(substitute)
+    return filled

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -20,7 +20,6 @@ from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJo
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.formats.metadata import Provenance
 from fp8calib.formats.quantized_model import check_attachable, find_quantized, list_kv_scales
-from fp8calib.formats.read import FoundScales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.module_paths import list_paths
@@ -28,6 +27,9 @@ from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
+
+if TYPE_CHECKING:
+    from fp8calib.formats.read import FoundScales
 
 _KV_ALONE = (
     "only its kv_cache section is written: `fp8calib calibrate MODEL --format rfc --out DIR` "

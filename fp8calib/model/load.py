@@ -113,27 +113,22 @@ def open_source(
     with Checkpoint(folder) if is_bare else Checkpoint.open(folder) as checkpoint:
         raw = checkpoint.load_config()
         refuse_duplicate_tensors(checkpoint)
-    source = ModelSource(
-        folder=folder,
-        config=_load_config(folder, raw, trust_remote_code),
-        raw_config=raw,
-        trust_remote_code=trust_remote_code,
-    )
-    _choose_class(source)  # which refuses what is not decoder-only
-    return source
-
-
-def _load_config(folder: Path, raw: Mapping[str, object], trust: bool) -> PreTrainedConfig:
     name = raw.get("model_type")
     is_known = isinstance(name, str) and name in transformers.CONFIG_MAPPING
-    if "auto_map" in raw and not is_known and not trust:
+    if "auto_map" in raw and not is_known and not trust_remote_code:
         raise ModelError(
             f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
         )
     hint = "a newer version may know it (pip install --upgrade transformers), or the published file"
     what = f"{folder}/config.json: transformers {transformers.__version__} cannot use it"
     with _explained(what, hint="" if is_known else hint):
-        return let_layers_differ(AutoConfig.from_pretrained(folder, trust_remote_code=trust))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = let_layers_differ(config)
+    source = ModelSource(
+        folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
+    )
+    _choose_class(source)  # which refuses what is not decoder-only
+    return source
 
 
 @contextmanager

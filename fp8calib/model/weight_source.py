@@ -33,7 +33,6 @@ from transformers.core_model_loading import (
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, cut_list, first_line
-from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order
 from fp8calib.model.layouts import gate_up_parts
 from fp8calib.model.module_paths import list_paths
 from fp8calib.model.shapes import Linear
@@ -260,6 +259,9 @@ def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]
             break
     else:
         return
+    # most models have no experts
+    from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order  # noqa: PLC0415
+
     layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
     is_known = layout is not None and layout.order is Order.IN_OUT
     is_transposed = getattr(experts, "is_transposed", is_known)  # Llama 4's lack the attribute

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.histogram import LOWEST_OCTAVE
-from fp8calib.numerics.histogram_estimates import Spread, spread_counts
 from fp8calib.numerics.rules import Rule, RuleKind
+
+if TYPE_CHECKING:
+    from fp8calib.numerics.histogram_estimates import Spread
 
 _CANDIDATES_PER_OCTAVE = 16
 _SEARCHED_OCTAVES = 16
@@ -55,6 +58,8 @@ def find_clip_range(
         return ClipRange()
     if histogram is None or not int(histogram.sum()):
         return ClipRange(kept_amax=f"{rule} needs a histogram, which is missing: amax is used")
+    from fp8calib.numerics.histogram_estimates import spread_counts  # noqa: PLC0415 -- few rules
+
     spread = spread_counts(histogram, amax=amax)
     if rule.kind is RuleKind.MSE:
         limit = _least_error(spread, amax, fmt)
