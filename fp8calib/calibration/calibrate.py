@@ -187,10 +187,10 @@ def make_header(
 def _reading_files(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device, *, is_hashed: bool
 ) -> Iterator[Callable[[], dict[str, str]]]:
-    """Look for NaN in tensors, and give what waits for the hashes of the header.
+    """Look for NaN in tensors, and yield a function that waits for the hashes of the header.
 
-    It happens in a thread while the context is open; at once where the passes need the same cores,
-    or the tensors are not in files.
+    On a GPU a thread does this while the context is open. It is done at once if the passes need the
+    same cores, or if the tensors are not in files.
     """
 
     def read() -> dict[str, str]:

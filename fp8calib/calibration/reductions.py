@@ -98,7 +98,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
             tensors["sequences"] = amax.amax(0, keepdim=True)
     if batch.sampled:
         chosen: Any = batch.sample(x.device, INPUT_HISTOGRAM_TOKENS)
-        if num_rows != batch.num_rows:  # as large a share of the rows
+        if num_rows != batch.num_rows:  # the same share of the rows
             chosen = slice(None, None, max(batch.num_rows // len(chosen), 1))
         tensors["histogram"] = count_bins(x.reshape(num_rows, -1)[chosen])
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
@@ -165,7 +165,7 @@ def _reduce_experts(
 
 
 def _join_parts(parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the amax of each sequence in each range of positions: fp32 [B, C] a range."""
+    """Join the amax of the ranges of positions, each per sequence and channel: fp32 [B, C]."""
     if len(parts) == len(parts[0]) == 1:
         largest = parts[0].amax(1)
         return {"amax": parts[0][0], "positions": largest, "sequences": largest}
@@ -210,7 +210,7 @@ def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[]
 
 
 def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
-    """Do the same with inputs of down."""
+    """Make reductions of inputs of down by the kernel on a device, and by torch on the CPU."""
     batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
     numbers = torch.Generator().manual_seed(0)
     rows = torch.randn(2400, 40, generator=numbers).to(torch.bfloat16)

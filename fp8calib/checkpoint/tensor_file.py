@@ -107,7 +107,7 @@ class TensorReader(ABC):
         return _as_tensor(self.read_array(name, start, stop))
 
     def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Read the same bytes as an array, of a file without torch."""
+        """Read the same bytes as an array; from a file this needs no torch."""
         entry = self._entry(name, as_bytes=True)
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
@@ -164,7 +164,7 @@ class TensorFile(TensorReader):
         self._lock = threading.Lock()
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Download tensors of a file on the Hub at once; the others are when they are read."""
+        """Download tensors at once, if the file is on the Hub; others follow when they are read."""
         if (ranged := find_ranged_file(self.path)) is not None:
             ranged.fetch((self.tensors[name].start, self.tensors[name].stop) for name in names)
 

@@ -23,7 +23,7 @@ from fp8calib.errors import DataError, UsageError, first_line
 _PLACEHOLDER = re.compile(r"(image|audio)_token_(?:id|index)")
 _NO_MEDIA = frozenset({"input_ids", "attention_mask", "labels"})
 _PER_TOKEN = ("token_type_ids", "cross_attention_mask")
-"""How the names of tensors [1, S, ...] end: others may have S features or samples by chance."""
+"""Endings of the names of tensors [1, S, ...]; others may have S features or samples by chance."""
 _DEFAULT_RATE = 16000
 
 
@@ -96,7 +96,7 @@ class MediaEncoder:
         )
         rates = (getattr(part, "sampling_rate", None) for part in parts)
         self._rate = int(next(filter(None, rates), _DEFAULT_RATE))
-        """Samples per second that the processor expects of sounds."""
+        """The sampling rate that the processor expects of audio, in Hz."""
 
     def encode(self, row: Row) -> MediaRow:
         """Encode a row that has media."""
@@ -122,7 +122,12 @@ class MediaEncoder:
         return MediaRow(row=row, ids=ids, kinds=kinds, digest=_hash_tensors(tensors), encoder=self)
 
     def process(self, row: Row) -> dict[str, torch.Tensor]:
-        """Let the processor make all tensors of a row."""
+        """Let the processor make all tensors of a row.
+
+        Raises:
+            UsageError: the processor needs a package that is not installed.
+            DataError: it refuses the row, or a medium cannot be read.
+        """
         rate: dict[str, int] = {}
 
         def decode(part: ContentPart) -> Message:
@@ -171,15 +176,15 @@ class MediaEncoder:
 
 
 def _find_other(row: Row, kinds: Collection[Modality]) -> Medium | None:
-    """Find the first medium of none of these kinds."""
+    """Find the first medium whose kind is not among `kinds`."""
     return next((medium for medium in row.media if medium.kind not in kinds), None)
 
 
 def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:
     """Find the ids of the tokens that media fill: in the config, its parts, or the processor.
 
-    The token of a processor may be the one that its prompts have, which it replaces by others
-    (Gemma 3, Llama 4): it counts where the config has none.
+    The token of a processor may stand only in prompts, where other tokens replace it (Gemma 3,
+    Llama 4): it counts only if the config names none for this kind of media.
     """
     names = getattr(config, "sub_configs", None) or {}
     parts = [getattr(config, name, None) for name in names]

@@ -29,10 +29,11 @@ _SHOWN = 3
 _MAGNITUDE, _LARGEST = 0x7F, (0x7E, 0x7D)
 """The bits without the sign, and the codes of 448 and 416 in e4m3fn."""
 _MOST_LARGEST, _MOST_PEAK = 0.05, 2
-"""In a clipped matrix: the least share of codes of 448, and how often one of 416 they are at least.
+"""A matrix counts as clipped if more than this share of its codes is 448, and if they are more than
+this many times as frequent as codes of 416.
 
-With scales of amax they are at most 2 % and 1.9 times (SmolLM2-135M, 2,385 matrices of other
-tools), with half of that for each row 6 % and 4 times.
+With scales from amax the share is at most 2 %, and the ratio 1.9 (SmolLM2-135M, 2,385 matrices of
+other tools); with scales half as large for each row they are 6 % and 4.
 """
 
 
@@ -41,14 +42,14 @@ class WeightValues:
     """What the values of all tensors of a checkpoint show."""
 
     faults: tuple[str, ...]
-    """Tensors that hold NaN or infinity, and scales that lose what they are multiplied with."""
+    """Tensors that hold NaN or infinity, and scales that turn weights into NaN or zeros."""
     suspicious: tuple[str, ...]
-    """FP8 matrices too many of whose codes are the largest, or that are unlike other layers."""
+    """FP8 matrices with too many of the largest code, or unlike those of other layers."""
     notes: tuple[str, ...]
-    """Tensors of zeros, and those with rows of zeros, which suit tokens that nobody uses."""
+    """Tensors of zeros, and those with rows of zeros, as embeddings of unused tokens have."""
 
     def amend(self, engine: EngineReport) -> EngineReport:
-        """Add it to the report of an engine; all of them compute with these values."""
+        """Add these findings to the report of an engine; every engine computes with the values."""
         if self.notes:
             engine = engine.add_problems(_join(self.notes))
         if self.suspicious:
@@ -83,7 +84,7 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
             for name, entry in opened.tensors.items():
                 dtype = TORCH_DTYPES.get(entry.dtype)
                 if dtype is not None and dtype.is_floating_point and entry.size_bytes:
-                    fault, zero_rows, share = _read(opened, name, entry, progress)
+                    fault, zero_rows, share = _examine(opened, name, entry, progress)
                     if fault:
                         faults.append(fault)
                     if share > _MOST_LARGEST:
@@ -104,14 +105,15 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
     return WeightValues(faults=tuple(faults), suspicious=tuple(suspicious), notes=(*empty, *notes))
 
 
-def _read(
+def _examine(
     file: TensorFile, name: str, entry: TensorEntry, progress: Progress
 ) -> tuple[str, int, float]:
     """Describe the NaN and infinities of a tensor, and count the rows of zeros of a matrix.
 
     Returns:
-        Both, and the share of the largest code of a matrix of e4m3fn, 0 where the next smaller code
-        is nearly as frequent, as where nothing is clipped, or absent, as in a ternary matrix.
+        The fault (empty if all values are finite), the number of rows of zeros, and the share of
+        the code of 448 in a matrix of e4m3fn. The share is 0 if the code of 416 is nearly as
+        frequent (nothing is clipped) or absent (the matrix is ternary).
     """
     dtype = TORCH_DTYPES[entry.dtype]
     itemsize = dtype.itemsize
@@ -214,7 +216,7 @@ def _describe_fault(
 
 
 def _describe(name: str, entry: TensorEntry, is_wrong: NDArray[np.bool_], what: str) -> str:
-    """Say where the first of the wrong scales is, and how many they are."""
+    """Say where the first wrong scale is, and how many there are; empty if there is none."""
     if not is_wrong.any():
         return ""
     place = [int(each) for each in np.unravel_index(is_wrong.argmax(), entry.shape or (1,))]

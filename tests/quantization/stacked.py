@@ -1,4 +1,4 @@
-"""Tiny models whose experts are stacked on disk, and a run of one of their experts by hand."""
+"""Tiny models whose experts are stacked on disk."""
 
 from __future__ import annotations
 

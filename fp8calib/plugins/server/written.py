@@ -23,18 +23,14 @@ def count_given(sequences: Sequence[torch.Tensor]) -> int:
 
 
 def write_text(
-    model: LoadedModel,
-    sequences: Sequence[torch.Tensor],
-    progress: Progress,
-    *,
-    seed: int = SAMPLING_SEED,
+    model: LoadedModel, sequences: Sequence[torch.Tensor], progress: Progress
 ) -> tuple[torch.Tensor, ...]:
     """Replace every sequence, but for its first tokens, by what the model writes.
 
     Raises:
         VerificationError: the model gives NaN or inf.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SAMPLING_SEED)
     given = count_given(sequences)
     progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
     written: list[torch.Tensor] = []
