@@ -183,7 +183,7 @@ def _find_downloaded(model: str, revision: str | None) -> Path | None:
 
 
 class RangedFile:
-    """A file on the Hub, of which a sparse copy is at a path while the context is open.
+    """A file on the Hub, with a sparse copy at a path while the context is open.
 
     Attributes:
         read_bytes: how much was downloaded.

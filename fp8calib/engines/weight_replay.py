@@ -4,7 +4,7 @@
 2. What an engine's class creates (`weights/linears.py`) under the config (`weights/reader.py`), and
    the tensors that each linear then has to have (`weights/forms.py`).
 3. The rule: a stored tensor beside what is created for it (`linear_replay.py`), or beside a
-   parameter that is no linear (`weights/parameters.py`), and what breaks whatever is stored
+   parameter that is not a linear (`weights/parameters.py`), and what breaks whatever is stored
    (`weights/rules.py`, `weights/blocks.py`).
 
 Of a model in 16 bits, with or without a KV overlay, only names and parameters are compared.

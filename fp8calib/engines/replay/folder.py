@@ -256,7 +256,7 @@ def read_replayed_geometry(model: ScaleFolder) -> ModelGeometry:
 
 
 def imagine_geometry(model: ScaleFolder) -> ModelGeometry:
-    """Make the shape of a model of which nothing is known but the number of its layers."""
+    """Make the shape of a model from the number of its layers, if nothing else is known."""
     counts = (count_layers(model.config), *(model.config.get(key) for key in LAYER_COUNTS))
     known = (each for each in counts if isinstance(each, int) and 0 < each <= MAX_LAYERS)
     named = model.config.get("architectures")

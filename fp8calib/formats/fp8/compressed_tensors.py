@@ -35,7 +35,7 @@ CONFIG_FORMATS = (
 _EXPONENT_DTYPES = ("torch.uint8", "uint8")
 _DRAFTERS = "re:(model[.](decoder|mtp_block)[.]|self_attn[.]|mlps?[.]|eh_proj$)"
 """`DRAFTER_MODULES`, and those without a path before them in SGLang 0.5.23 (`mimo_mtp.py`,
-`longcat_flash_nextn.py`). It takes an entry that is no expression for the end of any path."""
+`longcat_flash_nextn.py`). An entry that is not an expression matches the end of any path."""
 _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
 
 

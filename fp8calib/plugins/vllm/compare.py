@@ -44,7 +44,7 @@ _FNUZ = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fault:
-    """A scale on one rank, some copies of which differ from what the file means."""
+    """A scale on one rank that differs, in some of its copies, from what the file means."""
 
     rank: int
     layer: LiveLayer

@@ -386,7 +386,7 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
     # Its log is not for the standard output, where --json prints.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    # It wants room for a token after the longest text, of which the model never computes K and V.
+    # It wants room for a token after the longest text, whose K and V the model never computes.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     from vllm import LLM  # noqa: PLC0415
 

@@ -135,7 +135,7 @@ def ask_loader(
         path: the checkpoint.
         python: the interpreter of the environment.
         has_kv: whether the KV cache is FP8.
-        tp: the number of tensor-parallel ranks, each of which is loaded.
+        tp: the number of tensor-parallel ranks; each is loaded.
         trusts_code: whether vLLM runs the Python code of the checkpoint.
 
     Raises:
@@ -275,7 +275,7 @@ def _amend_verdict(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> L
 
 
 def _choose_number(held: Sequence[tuple[float, ...]]) -> tuple[int, float]:
-    """Choose a rank and its number: one that is no scale, or the largest, as the replay does."""
+    """Choose a rank and its number: one that is not a scale, else the largest (as the replay)."""
     numbers = [(rank, number) for rank, own in enumerate(held) for number in own]
     odd = (each for each in numbers if not is_scale(each[1]))
     return next(odd, max(numbers, key=itemgetter(1)))
