@@ -308,19 +308,14 @@ def list_layers(
 
 def measure_fit(measured: torch.Tensor) -> SiteFit:
     """Compare a scale with the fitted one: the sums of `measure_heads` with both, [2, H, 6]."""
-
-    def loss_db(pair: tuple[Damage, Damage]) -> float:
-        mine, best = (each.noise for each in pair)
-        if mine <= best:
-            return 0.0
-        return min(10 * math.log10(mine / best), _MOST_DB) if best else _MOST_DB
-
-    pairs = [(Damage(*one), Damage(*other)) for one, other in zip(*measured.tolist(), strict=True)]
-    mine, best = worst = max(pairs, key=loss_db)
+    noise, least = measured[..., 1].cpu()  # the second sum of `Damage`, by head
+    losses = (10 * (noise / least).log10()).clamp(max=_MOST_DB).where(noise > least, 0.0)
+    worst = int(losses.argmax())
+    mine, best = (Damage(*heads[worst].tolist()) for heads in measured)
     lost = [max(a - b, 0.0) for a, b in zip(mine.shares, best.shares, strict=True)]
     return SiteFit(
-        clips=any(one.clipped for one, _ in pairs),
-        loss_db=loss_db(worst),
+        clips=bool(measured[0, :, 2].any()),
+        loss_db=float(losses[worst]),
         worst_db=mine.sqnr_db,
         clipped=lost[0],
         flushed=lost[1],

@@ -253,6 +253,8 @@ def _quantize_in_kernel(
 @cache
 def has_emulation_kernel(device: torch.device) -> bool:
     """Whether tensors of a device are quantized by the kernel."""
+    if device.type != "cuda":
+        return False
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 40, 600, generator=numbers).to(torch.bfloat16)
     quantizers = {

@@ -244,7 +244,7 @@ def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | No
 @cache
 def has_probability_kernel(device: torch.device) -> bool:
     """Whether the probabilities of a device are rounded by the kernel."""
-    return is_trusted(device, *make_p_trial(device), tolerance=TOLERANCE)
+    return device.type == "cuda" and is_trusted(device, *make_p_trial(device), tolerance=TOLERANCE)
 
 
 def make_p_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
