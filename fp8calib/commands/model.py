@@ -20,8 +20,8 @@ from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.text_settings import Data
+from fp8calib.data.modality import find_placeholders
 from fp8calib.data.plan import build_plan
-from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import BuiltinPart
@@ -40,6 +40,7 @@ from fp8calib.model.prepared import prepare
 
 if TYPE_CHECKING:
     from fp8calib.commands.recipe import Recipe
+    from fp8calib.data.processor import MediaEncoder
 
 
 @contextmanager
@@ -256,6 +257,8 @@ def plan_text(
         return given
 
     def make_encoder() -> MediaEncoder:
+        from fp8calib.data.processor import MediaEncoder  # text needs none of it
+
         loaded = load_processor(source) if processor is None else processor
         return MediaEncoder(loaded, source.config, source.folder.name)
 

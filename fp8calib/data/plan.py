@@ -9,13 +9,12 @@ import inspect
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jinja2 import TemplateSyntaxError
 
 from fp8calib.data.modality import MODALITIES, Modality
-from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import (
     Message,
     ReadRow,
@@ -28,6 +27,9 @@ from fp8calib.data.sources import BuiltinPart, count_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, format_count, shorten
 
+if TYPE_CHECKING:  # text needs none of it
+    from fp8calib.data.processor import MediaEncoder, MediaRow
+
 MOST_UNUSABLE = 0.1
 """The share of rows that may be unusable before the text is refused."""
 _TELLING = 100
@@ -38,7 +40,7 @@ MIN_TOKENS = 2
 """A shorter sequence predicts nothing."""
 _NUM_SHOWN = 3
 """At most this many unusable rows are named."""
-EncodedRow = Sequence[int] | MediaRow
+EncodedRow: TypeAlias = "Sequence[int] | MediaRow"
 """The token ids of a row, or the row with its media."""
 
 
@@ -202,7 +204,7 @@ class RowEncoder:
                     self.refuse_many()
                 continue
             self.counts.conversations += row.messages is not None
-            self._check_ids(encoded.ids.tolist() if isinstance(encoded, MediaRow) else encoded, row)
+            self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
             yield encoded
 
     def hash_template(self, *, has_media: bool) -> str | None:
@@ -382,7 +384,7 @@ def pack_rows(
     packed: list[int] = []
     """The lengths of the rows in the stream."""
     for row in rows:
-        if isinstance(row, MediaRow):
+        if not isinstance(row, Sequence):  # with media
             whole = row.cut(seq_len)
             media[len(sequences)] = whole
             sequences.append(whole.ids)

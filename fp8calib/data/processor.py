@@ -7,8 +7,7 @@ together would need more memory than the model.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +15,10 @@ import numpy as np
 import torch
 
 from fp8calib.data.media import MEDIA, Medium, load_audio, load_image
-from fp8calib.data.modality import MODALITIES, Modality
+from fp8calib.data.modality import MODALITIES, Modality, find_placeholders
 from fp8calib.data.rows import ContentPart, Message, Row, has_chat_template
 from fp8calib.errors import DataError, UsageError, first_line
 
-_PLACEHOLDER = re.compile(r"(image|audio)_token_(?:id|index)")
 _NO_MEDIA = frozenset({"input_ids", "attention_mask", "labels"})
 _PER_TOKEN = ("token_type_ids", "cross_attention_mask")
 """Endings of the names of tensors [1, S, ...]; others may have S features or samples by chance."""
@@ -178,28 +176,6 @@ class MediaEncoder:
 def _find_other(row: Row, kinds: Collection[Modality]) -> Medium | None:
     """Find the first medium whose kind is not among `kinds`."""
     return next((medium for medium in row.media if medium.kind not in kinds), None)
-
-
-def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:
-    """Find the ids of the tokens that media fill: in the config, its parts, or the processor.
-
-    The token of a processor may stand only in prompts, where other tokens replace it (Gemma 3,
-    Llama 4): it counts only if the config names none for this kind of media.
-    """
-    names = getattr(config, "sub_configs", None) or {}
-    parts = [getattr(config, name, None) for name in names]
-    placeholders = dict(pair for source in (*parts, config) for pair in _list_placeholders(source))
-    of_processor = dict(_list_placeholders(processor))
-    known = set(placeholders.values())
-    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **placeholders}
-
-
-def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:
-    for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}):
-        if match := _PLACEHOLDER.fullmatch(name):
-            value = getattr(source, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                yield value, Modality(match[1])
 
 
 def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -8,14 +8,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from fp8calib.data.modality import MODALITIES, Modality
-from fp8calib.data.processor import MediaRow
 from fp8calib.errors import UsageError
+
+if TYPE_CHECKING:  # text needs none of it
+    from fp8calib.data.processor import MediaRow
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""

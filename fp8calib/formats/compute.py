@@ -8,6 +8,7 @@ dequantize. Where the amax is zero or no token reached a site, the scale is a li
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -93,17 +94,15 @@ def compute_kv_scales(
             amax = torch.stack([each.amax for each in seen]).amax(0)
             amax = clip_range.apply(amax / attention.query_divisor if role is Role.Q else amax)
             if per_head:
-                values = _scales_or_nan(amax, fmt).unsqueeze(0)
-            elif is_latent:
-                values = _scales_or_nan(amax.max(), fmt).expand(tp)
+                amax = amax.unsqueeze(0)
             else:
-                values = _scales_or_nan(max_per_rank(amax, tp), fmt)
-            source = _source(values, unseen=any(each.count == 0 for each in seen))
+                amax = amax.max().expand(tp) if is_latent else max_per_rank(amax, tp)
+            scale = _make_scale(amax, fmt, unseen=any(each.count == 0 for each in seen))
             if owner is not attention:
-                source = ScaleSource.SHARED
+                scale = replace(scale, source=ScaleSource.SHARED)
             elif clip_range.kept_amax:
                 kept_amax[attention.site(role)] = clip_range.kept_amax
-            scales[attention.site(role)] = Scale(values=values, source=source)
+            scales[attention.site(role)] = scale
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,
@@ -216,20 +215,16 @@ def _linear_scales(
         assert whole is not None  # noqa: S101 -- a weight's stats always hold both axes
         spans = (owned_channels(linear, tp, rank) for rank in ranks)
         amax = torch.stack([whole[own.start : own.stop].max() for own in spans]).unsqueeze(0)
-    values = _scales_or_nan(clip_range.apply(amax), fmt)
     return {
-        expert: Scale(
-            values=own, source=_source(own, unseen=counts is not None and not counts[expert])
-        )
-        for expert, own in zip(linear.experts, values, strict=True)
+        expert: _make_scale(own, fmt, unseen=counts is not None and not counts[expert])
+        for expert, own in zip(linear.experts, clip_range.apply(amax), strict=True)
     }
 
 
-def _scales_or_nan(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    return torch.where(amax > 0, scale_of(amax, fmt), torch.nan)
-
-
-def _source(values: torch.Tensor, *, unseen: bool) -> ScaleSource:
+def _make_scale(amax: torch.Tensor, fmt: Fp8Format, *, unseen: bool) -> Scale:
+    """Compute the scale of an amax; NaN where it is zero."""
+    values = torch.where(amax > 0, scale_of(amax, fmt), torch.nan)
     if unseen:
-        return ScaleSource.UNSEEN
-    return ScaleSource.ALL_ZERO if bool(values.isnan().any()) else ScaleSource.OBSERVED
+        return Scale(values=values, source=ScaleSource.UNSEEN)
+    is_zero = bool(values.isnan().any())
+    return Scale(values=values, source=ScaleSource.ALL_ZERO if is_zero else ScaleSource.OBSERVED)
