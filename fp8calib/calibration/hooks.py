@@ -181,8 +181,10 @@ def open_hooks(
         attention = attentions.get(module)
         if attention is not None:
             query = hooks.on_query(attention, query)
+        if attention is None or attend is None:
+            return function(module, query, key, value, attention_mask, **kwargs)
         call = AttentionCall(function, module, query, key, value, attention_mask, kwargs)
-        return call.run() if attention is None or attend is None else attend(attention, call)
+        return attend(attention, call)
 
     def run_experts(
         function: Callable[..., Any],

@@ -94,7 +94,11 @@ def main_inner(arguments: Sequence[str]) -> int:
     if not arguments and _COMPLETION not in os.environ:  # the parser would call it an error
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
-    _refuse_empty(arguments)
+    for before, argument in pairwise(["", *arguments]):
+        if not argument or (argument.startswith("--") and argument.endswith("=")):
+            # as a path it would be the working directory
+            name = argument.rstrip("=") or before
+            raise UsageError(f"{name} '': the argument is empty", hint="is a variable unset?")
     try:
         outcome = command.main(list(arguments), prog_name="fp8calib", standalone_mode=False)
     except (SystemExit, OSError) as failure:
@@ -109,14 +113,6 @@ def main_inner(arguments: Sequence[str]) -> int:
     if outcome == INTERRUPTED:  # of a command that cannot be resumed
         raise KeyboardInterrupt
     return outcome if isinstance(outcome, int) else 0
-
-
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse an empty argument: as a path it would be the working directory."""
-    for before, argument in pairwise(["", *arguments]):
-        if not argument or (argument.startswith("--") and argument.endswith("=")):
-            name = argument.rstrip("=") or before
-            raise UsageError(f"{name} '': the argument is empty", hint="is a variable unset?")
 
 
 def _resume_hint(arguments: Sequence[str], interruption: BaseException) -> str:

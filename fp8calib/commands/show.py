@@ -19,7 +19,7 @@ from fp8calib.commands.saturation import Saturation, compute_saturation, describ
 from fp8calib.errors import cut_list, format_count, format_ranges, shorten
 from fp8calib.model.shapes import Frozen, Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
-from fp8calib.numerics.positions import range_starts
+from fp8calib.numerics.positions import RANGE_STARTS
 from fp8calib.text import Block, Line, Table
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _show_stats(stats: CalibrationStats) -> StatsShown:
         linears=tuple(_make_linear_row(stats, linear) for _, linear in stats.geometry.linears()),
         experts=stats.expert_counts,
         positions=Positions(
-            first=range_starts(),
+            first=list(RANGE_STARTS),
             amax={
                 str(site): seen.positions.tolist()
                 for site, seen in stats.sites.items()

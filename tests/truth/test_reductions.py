@@ -19,7 +19,7 @@ from fp8calib.calibration.reductions import (
 )
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.model.shapes import Role, Site
-from fp8calib.numerics.positions import NUM_RANGES, range_starts
+from fp8calib.numerics.positions import NUM_RANGES, RANGE_STARTS
 
 _SITE = Site("site", Role.INPUT)
 _HEADS, _WIDTH, _EXPERTS, _CHOSEN = 2, 4, 5, 2
@@ -35,7 +35,7 @@ def record(view: BatchView, site: Site, seen: object) -> SiteStats:
 
 def expect(rows: np.ndarray, found: SiteStats) -> None:
     """Compare with loops: `rows` [N, C] are magnitudes, by token."""
-    starts = [*range_starts(), 1 << 60]
+    starts = [*RANGE_STARTS, 1 << 60]
     by_place = np.zeros(NUM_RANGES)
     for place, row in enumerate(rows):
         span = next(i for i in range(NUM_RANGES) if starts[i] <= place < starts[i + 1])
