@@ -205,11 +205,8 @@ def run(
 
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:
     """Describe what was measured, and the files."""
-    if not result.was_finished:
-        yield from map(Answer, _describe(result, request))
-
-
-def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[str]:
+    if result.was_finished:
+        return
     header, sizes = result.stats.header, result.kv_bytes_per_token
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
@@ -218,30 +215,30 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage.observed} tensors measured"
     )
-    yield "; ".join([measured, *describe_skipped(header)])
+    yield Answer("; ".join([measured, *describe_skipped(header)]))
     notable = list(_describe_amax(result.stats.amax_table()))
     if result.saturation is not None and result.sequences >= NUM_QUARTERS:
         notable.append(result.saturation.describe())
     if result.expert_tokens:
         notable.append(_describe_experts(result.expert_tokens))
     if notable:
-        yield "; ".join(notable)
-    yield (
+        yield Answer("; ".join(notable))
+    yield Answer(
         f"written to {result.out}: {list_top_level(result.files)}; KV cache: {sizes.before:,} "
         f"bytes per token now, {sizes.after:,} with FP8"
     )
     if (shard := result.shard) is not None:
-        yield (
+        yield Answer(
             f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards "
             "exist: `fp8calib export SHARDS --format kv-overlay --model MODEL --out DIR`"
         )
-    yield from describe_checks(result.checked)
+    yield from map(Answer, describe_checks(result.checked))
     more = [f"fp8calib show {shlex.quote(str(result.out))}"]
     if result.overlay is not None:
         more.append(f"fp8calib check {shlex.quote(str(result.overlay))}")
         model, scales = request.spell_model(result.model), shlex.quote(str(result.out))
         more.append(f"fp8calib verify {model} --scales {scales}")
-    yield f"more: {'; '.join(more)}"
+    yield Answer(f"more: {'; '.join(more)}")
 
 
 def _describe_amax(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
