@@ -193,7 +193,7 @@ class EmulationHooks:
         num_tokens = x.shape[0] * x.shape[2]
         # padding is found where a tensor has as many tokens as the batch
         is_known = self._mask is None or tokens is not None or num_tokens == self._mask.numel()
-        if is_known and placed.fits_kernel and has_emulation_kernel(x.device):
+        if is_known and has_emulation_kernel(x.device) and placed.fits_kernel:
             counted = self._find_counted(x.device, tokens)
             return _quantize_in_kernel(x, placed, flush_stride, counted)
         before, after = x, (fake := placed.fake(x))
