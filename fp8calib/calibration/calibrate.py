@@ -53,11 +53,11 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
     prepared, plan, observe, shard = run.prepared, run.plan, run.observe, run.shard
     chosen = [] if plan is None else select_batches(plan, run.batch_size, shard)
     done = () if run.journal is None else run.journal.sequences
-    todo = list(run.group.share_of(drop_finished(chosen, done)))
+    todo = list(run.group.share.take(drop_finished(chosen, done)))
     linears: Sequence[Linear] | None = None
     if observe.weights:  # one process reads each
         linears = [linear for _, linear in prepared.geometry.linears()]
-        linears = run.group.share_of(linears if shard is None else shard.take(linears))
+        linears = run.group.share.take(linears if shard is None else shard.take(linears))
     sites, unseen, unquantized = _observe(run, linears, todo)
     earlier = {} if run.journal is None else run.journal.sites
     sites = merge_sites([*run.group.gather(sites), earlier])

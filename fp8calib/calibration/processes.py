@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from fp8calib.data.sequences import Item, Share
+from fp8calib.data.sequences import Share
 from fp8calib.errors import CalibrationError, Fp8CalibError, first_line
 from fp8calib.machine import ALONE, ProcessRank, count_processors
 
@@ -50,6 +50,8 @@ class ProcessGroup:
         self.process_rank = process_rank
         self.rank = process_rank.rank
         self.size = process_rank.size
+        self.share = Share(index=self.rank + 1, count=self.size)
+        """This process's share of a list that is the same in all processes."""
         self.is_first = process_rank.is_first
         self._failure: BaseException | None = None  # of another process
         self._is_noticed = threading.Event()
@@ -62,10 +64,6 @@ class ProcessGroup:
             # the first to end waits here for the last; the thread ends a wait in vain
             self._group = distributed.new_group(timeout=timedelta(days=30))
             self._thread.start()
-
-    def share_of(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Give this process's share of a list that is the same in all processes."""
-        return Share(index=self.rank + 1, count=self.size).take(items)
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Make a value in the first process and give it to all."""

@@ -193,7 +193,7 @@ class CalibrationJob:
             checkpoint=model.checkpoint,
             dtype=DTYPES[model.dtype],
             device=model.device,
-            batches=self.group.share_of(self.list_batches()),
+            batches=self.group.share.take(self.list_batches()),
             scratch=scratch,
             sharers=sharers,
             extra=extra,

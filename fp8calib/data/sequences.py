@@ -200,15 +200,13 @@ def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
     towers pad images of several rows, and their results then depend on the other rows. The batches
     depend only on the plan and `batch_size`.
     """
-    sequences = plan.sequences
-
-    def place(index: int) -> tuple[int, int]:
-        length, limit = len(sequences[index]), plan.longest_padded
-        is_alike = not plan.packed and (limit is None or length <= limit)
-        alone = index if index in plan.media else -1
-        return 0 if is_alike else length, alone
-
-    for (_, alone), group in groupby(range(len(sequences)), place):
+    sequences, limit = plan.sequences, plan.longest_padded
+    places: list[tuple[int, int]] = []
+    """What sequences of one batch have in common: the length, or 0; the index of one with media."""
+    for index, length in enumerate(map(len, sequences)):
+        may_be_padded = not plan.packed and (limit is None or length <= limit)
+        places.append((0 if may_be_padded else length, index if index in plan.media else -1))
+    for (_, alone), group in groupby(range(len(sequences)), places.__getitem__):
         indices = list(group)
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
