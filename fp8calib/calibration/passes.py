@@ -27,7 +27,7 @@ from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import has_experts_kernel, has_reduction_kernel
+from fp8calib.calibration.reductions import try_kernels
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -104,10 +104,7 @@ class BatchObserver:
         self._unseen = run.prepared.ignored if run.observe.kv else every
         linears = run.prepared.geometry.linears()
         has_experts = run.observe.inputs and any(linear.num_experts for _, linear in linears)
-        for device in {self.decoder.device, *gpus_of(run.prepared.model)}:
-            has_reduction_kernel(device)  # which tries it
-            if has_experts:
-                has_experts_kernel(device)
+        try_kernels({self.decoder.device, *gpus_of(run.prepared.model)}, has_experts=has_experts)
         self._checked_at = time.monotonic()
 
     def begin(self, batch: Batch) -> HookedCache:
