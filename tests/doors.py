@@ -133,7 +133,8 @@ def list_tensors(stats: CalibrationStats) -> dict[str, torch.Tensor]:
 def short_positions(first: int) -> Iterator[None]:
     """Let the first range of token positions have `first` tokens: short texts then have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(positions, "FIRST_RANGE", first)
+        shorter = [start * first // positions.FIRST_RANGE for start in positions.RANGE_STARTS]
+        patch.setattr(positions, "RANGE_STARTS", shorter)
         yield
 
 
