@@ -212,12 +212,8 @@ class _Check:
 
     def _find_refusal(self, engine: Engine, config: Mapping[str, object]) -> Refusal | None:
         """Say why an engine does not start, whatever its files hold; None if it may."""
-        if engine.splits_heads:
-            try:
-                check_heads(self._geometry, self._tp)
-                check_linears(self._geometry, self._tp, of_stats=False)
-            except UsageError as error:
-                return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
+        if engine.splits_heads and self._misfit is not None:
+            return self._misfit
         if "auto_map" in config:  # a config class of its own, which may know more
             return None
         if why := engine.explain_type(config.get("model_type")):
@@ -232,6 +228,15 @@ class _Check:
         without = f"without which {engine.title} does not load {architecture}"
         fix = f"add {names} as in the config.json of the model's authors"
         return Refusal(f"config.json lacks {names}, {without}", fix=fix)
+
+    @cached_property
+    def _misfit(self) -> Refusal | None:
+        try:
+            check_heads(self._geometry, self._tp)
+            check_linears(self._geometry, self._tp, of_stats=False)
+        except UsageError as error:
+            return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
+        return None
 
     def judge(self, report: EngineReport, factor: float = 1.0) -> EngineReport:
         """Judge scales that are odd, which an engine multiplies by a factor before it uses them.

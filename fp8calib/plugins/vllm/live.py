@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fp8calib.checkpoint.hub import fetch_hub_id
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.checked import check_path
@@ -23,6 +22,7 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.vllm.compare import compare_ranks
 from fp8calib.plugins.vllm.engine import WORKER
 from fp8calib.plugins.vllm.http import ask
+from fp8calib.plugins.vllm.loader import fetch_checkpoint
 from fp8calib.plugins.vllm.rank_answer import RankAnswer
 from fp8calib.plugins.vllm.refit import expect_refit, plan_refit, spell_refit
 
@@ -85,9 +85,7 @@ def audit(llm: Any, path: str | Path, *, allow_suspicious: bool = False) -> Chec
         ModelError: the checkpoint cannot be read.
         ServerError: the server cannot be reached, sleeps, or lacks the extension.
     """
-    folder = fetch_hub_id(Path(path))
-    if folder.is_file():
-        raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
+    folder = fetch_checkpoint(path)
     with within_config(llm):
         ranks = ask_ranks(llm)
         replayed = check_path(CheckRequest(folder, engine=name_engine(ranks), tp=ranks[0].tp))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 
+from fp8calib.checkpoint.hub import fetch_hub_id
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -100,6 +101,18 @@ class LoaderAnswer(Frozen):
         return (
             f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error.rstrip('.')}"
         )
+
+
+def fetch_checkpoint(path: str | Path) -> Path:
+    """Give the folder of a checkpoint, after downloading that of a Hub id.
+
+    Raises:
+        UsageError: the path is a file.
+    """
+    folder = fetch_hub_id(Path(path))
+    if folder.is_file():
+        raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
+    return folder
 
 
 def find_release(python: Path) -> str:

@@ -11,7 +11,6 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.errors import UsageError
 
 describe = core.describe
 
@@ -50,15 +49,17 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
         ModelError: the checkpoint cannot be read.
     """
     with slow_imports():
-        from fp8calib.checkpoint.hub import fetch_hub_id
         from fp8calib.commands.checked import check_path
         from fp8calib.engines.replay.folder import open_folder
         from fp8calib.engines.replay.verdicts import add_fingerprint
         from fp8calib.model.drafters import find_drafter_class
-        from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader, find_release
-    python, path = Path(request.python or sys.executable), fetch_hub_id(Path(request.path))
-    if path.is_file():
-        raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
+        from fp8calib.plugins.vllm.loader import (
+            amend_by_loader,
+            ask_loader,
+            fetch_checkpoint,
+            find_release,
+        )
+    python, path = Path(request.python or sys.executable), fetch_checkpoint(request.path)
     replayed = check_path(CheckRequest(path, engine=find_release(python), tp=request.tp))
     if find_drafter_class(open_folder(path).config):  # which vLLM does not load alone
         return replayed
