@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8calib.calibration import passes, reductions
+from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.model.topology import find_geometry
 from scripts.benchmarks.launches import (
@@ -88,6 +89,28 @@ def test_the_host_waits_for_a_gpu_behind_the_passes_alone(
         waits.append(counter.work.waits)
     copied = sum(len(each.tensors) for each in stats.sites.values())
     assert waits == [copied + 1] * 2  # one look for NaN
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_batch_waits_for_nothing_on_a_real_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second batch on: before it kernels are compiled, and memory is taken."""
+    zoo.save("llama", tmp_path / "model")
+    begin_batch, end_batch = Recorder.begin_batch, Recorder.end_batch
+
+    def begin(recorder: Recorder, batch: BatchView) -> None:
+        torch.cuda.set_sync_debug_mode("error" if recorder.sequences else "default")
+        begin_batch(recorder, batch)
+
+    def end(recorder: Recorder) -> None:
+        end_batch(recorder)
+        torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Recorder, "begin_batch", begin)
+    monkeypatch.setattr(Recorder, "end_batch", end)
+    with opened(tmp_path / "model", device="cuda:0") as subject:
+        assert subject.calibrate(plan=rows_of([16] * 4), batch_size=1).sites
 
 
 @pytest.mark.parametrize(("family", "tried"), [("llama", 1), ("mixtral", 2)])
