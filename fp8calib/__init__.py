@@ -24,18 +24,17 @@ from fp8calib.errors import (
 )
 
 if TYPE_CHECKING:
-    from fp8calib.commands._verify import VerifyResult, verify
     from fp8calib.commands.auto import AutoResult, auto
     from fp8calib.commands.calibrate import CalibrateResult, calibrate
     from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.dequantize import DequantizeResult, dequantize
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
-    from fp8calib.commands.quantize import quantize
+    from fp8calib.commands.quantize import QuantizeResult, quantize
     from fp8calib.commands.result import RunPlan
     from fp8calib.commands.show import show
     from fp8calib.commands.stats import CalibrationStats, load_stats
-    from fp8calib.commands.written_result import QuantizeResult
+    from fp8calib.commands.verify_run import VerifyResult, verify
     from fp8calib.verification.emulated_model import emulate
 
 __version__ = "0.3.0"
@@ -50,9 +49,9 @@ _PLACES = {
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "commands.stats",
-    "QuantizeResult": "commands.written_result",
+    "QuantizeResult": "commands.quantize",
     "RunPlan": "commands.result",
-    "VerifyResult": "commands._verify",
+    "VerifyResult": "commands.verify_run",
 }
 
 __all__ = [

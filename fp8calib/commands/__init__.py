@@ -1,9 +1,9 @@
 """The commands: a module here for each of `COMMANDS`; the others are what several of them share.
 
 The module of a command has its request, its result, `run` and `describe`. It is imported with the
-parser; what imports torch is imported in `run`, but for `verify`: all but its request is in
-`_verify`. A plug-in's command is such a module, or a package that has the same in the modules
-`request`, `command` and `render`.
+parser; what imports torch is imported in `run`, or is in a second module, such as `calibrate_run`
+(of `verify` all but the request). A plug-in's command is such a module, or a package that has the
+same in the modules `request`, `command` and `render`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spell_commands() -> dict[str, str]:
 def _list_places(command: str) -> Sequence[str]:
     """List the modules that a command may have; its request is in the first one."""
     if command in COMMANDS:
-        return f"{__name__}.{command}", f"{__name__}._{command}"
+        return f"{__name__}.{command}", f"{__name__}.{command}_run"
     return plugin.list_modules(command)
 
 

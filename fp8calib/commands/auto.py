@@ -13,11 +13,10 @@ from fp8calib.commands import calibrate, quantize
 from fp8calib.commands import options as shared
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.quantize import QuantizeRequest
+from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result, RunPlan
+from fp8calib.commands.result import Result, RunPlan, WrittenCheck, describe_checks
 from fp8calib.commands.verify import VerifyRequest
-from fp8calib.commands.written_result import QuantizeResult, WrittenCheck, describe_checks
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
@@ -26,7 +25,7 @@ from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.figures import format_mean_kld, format_ratio
 
 if TYPE_CHECKING:
-    from fp8calib.commands._verify import VerifyResult
+    from fp8calib.commands.verify_run import VerifyResult
 else:  # importing it takes seconds
     VerifyResult = Any
 
@@ -99,7 +98,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         ExportError: a checkpoint cannot be written.
     """
     with slow_imports():
-        from fp8calib.commands import _verify, model, suggest
+        from fp8calib.commands import model, suggest, verify_run
         from fp8calib.data.sources import split_data
         from fp8calib.verification.judge.decide import choose_smallest
         from fp8calib.verification.page.page import write_page
@@ -152,7 +151,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     judged = VerifyRequest(
         **common, strict=bool(request.gate), scales=[out / e for e in checks], report=out / _PAGE
     )
-    report: Any = _verify.run(judged, reporter)
+    report: Any = verify_run.run(judged, reporter)
 
     served = {name: e.command for name in checks for e in reversed(checks[name]) if e.command}
     served[_SCALE_ONE] = suggest.spell_server(str(request.model), judged, revision=request.revision)

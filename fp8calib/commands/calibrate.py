@@ -15,17 +15,19 @@ from fp8calib.calibration.header import BackOff, Skipped
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
+from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result, RunHashes, RunPlan
-from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
-from fp8calib.commands.written_result import (
+from fp8calib.commands.result import (
     BeforeAfter,
-    QuantizeResult,
+    Result,
+    RunHashes,
+    RunPlan,
     ShardIndex,
     WrittenCheck,
     describe_checks,
     list_top_level,
 )
+from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank
@@ -199,8 +201,8 @@ def run(
         ExportError: a format or the checkpoint of the recipe cannot be written.
     """
     with slow_imports():
-        from fp8calib.commands import calibrated
-    return calibrated.run(request, reporter, process_rank, make_engine)
+        from fp8calib.commands import calibrate_run
+    return calibrate_run.run(request, reporter, process_rank, make_engine)
 
 
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:

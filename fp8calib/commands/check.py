@@ -144,7 +144,7 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
     """
     with slow_imports():
         from fp8calib.checkpoint.hub import open_by_range
-        from fp8calib.commands.checked import check_path
+        from fp8calib.commands.check_run import check_path
     with open_by_range(
         Path(request.path), request.revision, reads_all=request.read_weights, say=reporter.say
     ) as path:

@@ -19,8 +19,7 @@ from fp8calib.checkpoint.output import (
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result
-from fp8calib.commands.written_result import BeforeAfter, list_checkpoint
+from fp8calib.commands.result import BeforeAfter, Result, list_checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN

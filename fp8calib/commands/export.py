@@ -13,8 +13,7 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result
-from fp8calib.commands.written_result import WrittenCheck, describe_checks, list_top_level
+from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
 from fp8calib.errors import UsageError, format_count, join_or
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
@@ -107,7 +106,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
     with slow_imports():
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.saved import saved_model, warn_of_tokenizer
+        from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
         from fp8calib.commands.stats import join_stats
         from fp8calib.formats.write import check_export
         from fp8calib.numerics.formats import FP8_FORMATS
@@ -159,8 +158,8 @@ def _write(
 ) -> ExportResult:
     from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
     from fp8calib.checkpoint.output import list_files, output_folder
+    from fp8calib.commands.check_written import finish_formats, require_server
     from fp8calib.commands.recipe import decide_query
-    from fp8calib.commands.written import finish_formats, require_server
     from fp8calib.formats.kv.json import name_rank_files
     from fp8calib.formats.write import check_replaced, list_outputs, write_formats
     from fp8calib.numerics.formats import FP8_FORMATS

@@ -12,9 +12,9 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result
-from fp8calib.commands.written_result import (
+from fp8calib.commands.result import (
     BeforeAfter,
+    Result,
     WrittenCheck,
     describe_checks,
     list_top_level,
@@ -192,7 +192,7 @@ def _write(
     fingerprint: str,
 ) -> ExtractResult:
     from fp8calib.checkpoint.output import list_files, output_folder
-    from fp8calib.commands.written import finish_checkpoint, require_server
+    from fp8calib.commands.check_written import finish_checkpoint, require_server
     from fp8calib.formats.write import list_owned, write_found
     from fp8calib.model.kv_bytes import kv_bytes_per_token
     from fp8calib.quantization.related import describe_attachment

@@ -5,19 +5,37 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
-from fp8calib.commands.written_result import QuantizeResult, describe_checks, list_checkpoint
-from fp8calib.errors import UsageError, cut_list
+from fp8calib.commands.result import (
+    BeforeAfter,
+    Result,
+    WrittenCheck,
+    describe_checks,
+    list_checkpoint,
+)
+from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
+from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
+from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.commands.calibrate import CalibrateRequest
+    from fp8calib.commands.recipe import Recipe
+    from fp8calib.quantization.plan import QuantizePlan
+    from fp8calib.quantization.write import Written
+
+RequestT = TypeVar("RequestT", bound="QuantizeRequest")
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "
@@ -123,6 +141,59 @@ class QuantizeRequest:
         return self.scheme.endswith((".yaml", ".yml"))
 
 
+# --- the result ---------------------------------------------------------------------------------
+
+
+class LayerScheme(Frozen):
+    """A pattern that gives linears another scheme, and the number of these linears."""
+
+    pattern: str
+    scheme: str
+    linears: int
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.scheme} ({self.linears} linears)"
+
+
+class UnquantizedLinear(Frozen):
+    """A module that was left unquantized."""
+
+    module: str
+    why: str
+
+
+class QuantizeResult(Result):
+    """A written FP8 checkpoint: what `--json` prints."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Relative to `out`."""
+    scheme: str
+    layer_schemes: tuple[LayerScheme, ...]
+    format: str
+    bytes: BeforeAfter
+    duration_s: float
+    resumed: tuple[str, ...]
+    quantized: tuple[str, ...]
+    left: tuple[UnquantizedLinear, ...]
+    dead: tuple[AllZeroWeight, ...]
+    has_kv_scales: bool
+    notes: tuple[str, ...]
+    kv_bytes_per_token: BeforeAfter | None
+    checked: tuple[WrittenCheck, ...] = ()
+    """What `check` says of the written checkpoints; empty with --no-check."""
+
+    def describe_dead(self) -> tuple[str, ...]:
+        """Describe the weights with scales that cover zeros alone."""
+        return tuple(
+            f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
+            for each in self.dead
+        )
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
 def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     """Quantize a checkpoint.
 
@@ -138,9 +209,8 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.planned import require_servable
-        from fp8calib.commands.quantized import apply_recipe, finish_quantized, warn_of_quantized
-        from fp8calib.commands.saved import saved_model
+        from fp8calib.commands.check_planned import require_servable
+        from fp8calib.commands.model_folder import saved_model
         from fp8calib.commands.stats import read_stats
         from fp8calib.model.device import choose_device
         from fp8calib.quantization.calibrated_scales import plan_checkpoint
@@ -189,6 +259,123 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             )
     warn_of_quantized(result, request, reporter)
     return result
+
+
+def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
+    """Give a request what it leaves to the recipe that it names, and the recipe or an empty one.
+
+    Raises:
+        RecipeError: the recipe is invalid, or has no section `quantize`.
+    """
+    from fp8calib.commands.recipe import Recipe, load_recipe
+
+    if not request.names_recipe:
+        return request, Recipe(name="")
+    recipe = load_recipe(request.scheme)
+    asked = recipe.quantize
+    if asked is None:
+        raise RecipeError(
+            f"{request.scheme}: it has no section quantize",
+            hint="name a scheme, or a recipe that writes a checkpoint",
+        )
+    changed = replace(
+        request,
+        scheme=asked.scheme,
+        layer_schemes=request.layer_schemes or asked.layer_schemes,
+        ignore=request.ignore or asked.ignore,
+    )
+    return changed, recipe
+
+
+def warn_of_quantized(result: QuantizeResult, request: QuantizeRequest, reporter: Reporter) -> None:
+    """Warn of what a user should know about a written checkpoint."""
+    from fp8calib.commands.model_folder import warn_of_tokenizer
+
+    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+    for text in (*result.notes, *result.describe_dead(), *missing):
+        reporter.warn(text)
+
+
+def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
+    """List the patterns that give linears another scheme, with the number of these linears."""
+    settings = plan.settings
+    counts = Counter(settings.pattern_of(matrix.module) for matrix in plan.selection.quantized)
+    return tuple(
+        LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
+        for pattern, name in settings.layer_schemes.items()
+    )
+
+
+def finish_quantized(
+    request: QuantizeRequest | CalibrateRequest,
+    checkpoint: Checkpoint,
+    plan: QuantizePlan,
+    written: Written,
+    *,
+    folder: Path,
+    target: Path | None = None,
+    path: str = ".",
+    started: float,
+    notes: Sequence[str] = (),
+    stats: CalibrationStats | None = None,
+    plain_caches: Sequence[int] = (),
+) -> QuantizeResult:
+    """Look at a written checkpoint as `check` does, write its card, and make the result.
+
+    Args:
+        request: names the model, and whether engines are asked.
+        checkpoint: what it was made from.
+        plan: what was written.
+        written: the files.
+        folder: the output folder where it is now.
+        target: the output folder where it will be; None if it is there.
+        path: of the checkpoint in the output folder.
+        started: the value of time.monotonic() at the start.
+        notes: on its scales.
+        stats: the statistics of K and V.
+        plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
+    """
+    from fp8calib.checkpoint.model_config import find_dtype
+    from fp8calib.checkpoint.output import list_files
+    from fp8calib.commands.check_written import finish_checkpoint
+    from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+
+    scheme, others = plan.settings.scheme.name, list_layer_schemes(plan)
+    names = dict.fromkeys([scheme, *(each.scheme for each in others)])
+    checked = finish_checkpoint(
+        *(folder, target or folder, ", ".join(names), request.model),
+        path=path,
+        revision=request.revision,
+        check=request.check,
+        plain_caches=plain_caches,
+    )
+    size = (
+        kv_bytes_per_token(stats.geometry)
+        if stats is not None and plan.has_kv
+        else estimate_kv_bytes(plan.config, find_dtype(plan.config))
+    )
+    return QuantizeResult(
+        out=(target or folder) / path,
+        files=list_files(folder / path),
+        scheme=scheme,
+        layer_schemes=others,
+        format=plan.settings.dialect.name,
+        bytes=BeforeAfter(before=checkpoint.total_size_bytes, after=plan.data_bytes),
+        duration_s=time.monotonic() - started,
+        resumed=written.resumed,
+        quantized=tuple(matrix.module for matrix in plan.selection.quantized),
+        left=tuple(
+            UnquantizedLinear(module=item.module, why=item.why)
+            for item in plan.selection.unquantized
+        ),
+        dead=written.all_zero,
+        has_kv_scales=plan.has_kv,
+        notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
+        kv_bytes_per_token=None
+        if size is None or plain_caches
+        else BeforeAfter(before=size[0], after=size[1]),
+        checked=checked,
+    )
 
 
 def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001

@@ -1,14 +1,15 @@
-"""What commands give: the base of all results, plans and errors."""
+"""What commands give: the base of all results, what several have in common, plans and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
 from fp8calib.model.shapes import Frozen
@@ -162,3 +163,64 @@ class RunHashes(Frozen):
     """The files of text among `--data`."""
     scales: Mapping[str, tuple[FileHash, ...]]
     """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
+
+
+# --- what is written -----------------------------------------------------------------------------
+
+
+class BeforeAfter(Frozen):
+    """Sizes in bytes: before and after a command, or without and with FP8."""
+
+    before: int
+    after: int
+
+    def describe(self) -> str:
+        """Describe both sizes: `269 MB -> 135 MB`."""
+        return f"{format_size(self.before)} -> {format_size(self.after)}"
+
+
+class ShardIndex(Frozen):
+    """Which shard of a run, from 1."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index} of {self.count}"
+
+
+class WrittenCheck(Frozen):
+    """What an engine will do with a written checkpoint."""
+
+    path: str
+    """Path of the checkpoint, relative to the output folder; `.` for the folder itself."""
+    engine: str
+    """Name and release of the engine."""
+    verdict: str
+    """`ok`, `not ok` or `unknown`."""
+    summary: str
+    """The verdict with the layers that are served, or with the reason."""
+    command: str
+    """The command that serves it; empty if it is not ok."""
+
+
+def describe_checks(checks: Sequence[WrittenCheck]) -> Iterator[str]:
+    """Give a line for each checkpoint and engine, with the command that serves it."""
+    for each in checks:
+        where = "" if each.path == "." else f"{each.path}, "
+        command = f":\n    {each.command}" if each.command else ""
+        yield f"{where}{each.engine}: {each.summary}{command}"
+
+
+def list_top_level(files: Sequence[str]) -> str:
+    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
+    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
+    return ", ".join(dict.fromkeys(names))
+
+
+def list_checkpoint(files: Sequence[str]) -> str:
+    """List the files of a checkpoint, several shards as one entry."""
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if len(shards) <= 1:
+        return list_top_level(files)
+    return list_top_level([f"{len(shards)} shards", *(n for n in files if n not in shards)])

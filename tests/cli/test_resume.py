@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.commands import calibrated
+from fp8calib.commands import calibrate_run
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import fail, snapshot, succeed
@@ -124,7 +124,7 @@ def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", data, *QUICK, "--out", out)
-    show, seen = calibrated._make_result, []
+    show, seen = calibrate_run._make_result, []
 
     def build(*arguments: object, **options: object) -> object:
         out.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
         seen.append(1)
         return show(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(calibrated, "_make_result", build)
+    monkeypatch.setattr(calibrate_run, "_make_result", build)
     assert "the output is kept in" in fail(2, *command)
     (out / "precious").unlink()
     outcome = succeed(*command, "--resume", "--json")
@@ -153,7 +153,7 @@ def test_a_failure_to_write_the_output_keeps_the_checkpoints(
         raise ExportError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(calibrated, "save_stats", refuse)
+        patched.setattr(calibrate_run, "save_stats", refuse)
         assert "the disk is full" in fail(7, *command)
         assert not list(tmp_path.iterdir())  # nothing was kept of so short a run
         patched.setattr("fp8calib.calibration.journal.INTERVAL_S", 0.0)

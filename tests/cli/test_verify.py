@@ -522,7 +522,7 @@ def test_a_query_scale_is_exported_onto_the_revision_that_was_verified(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "failing", ["commands._verify.save_tensors", "verification.page.page.write_page"]
+    "failing", ["commands.verify_run.save_tensors", "verification.page.page.write_page"]
 )
 def test_an_output_that_cannot_be_written_hides_no_result(
     model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str

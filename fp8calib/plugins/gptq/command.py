@@ -19,22 +19,22 @@ from fp8calib.calibration.journal import Journal
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output
-from fp8calib.commands.job import CalibrationJob, work_folder
+from fp8calib.commands.calibration_job import CalibrationJob, work_folder
+from fp8calib.commands.check_planned import require_servable
 from fp8calib.commands.model import plan_text, prepare_run_model
-from fp8calib.commands.planned import require_servable
-from fp8calib.commands.quantize import describe as describe_checkpoint
-from fp8calib.commands.quantized import (
+from fp8calib.commands.model_folder import saved_model
+from fp8calib.commands.quantize import (
+    QuantizeResult,
     apply_recipe,
     finish_quantized,
     list_layer_schemes,
     warn_of_quantized,
 )
+from fp8calib.commands.quantize import describe as describe_checkpoint
 from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
-from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats
-from fp8calib.commands.written_result import QuantizeResult
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source

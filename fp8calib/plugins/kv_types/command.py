@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands._verify import run as verify
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import Result, RunPlan
 from fp8calib.commands.verify import VerifyRequest
+from fp8calib.commands.verify_run import run as verify
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.engines.registry import find_emulated, list_offering

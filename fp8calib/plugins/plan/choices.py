@@ -14,7 +14,7 @@ from math import prod
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.commands.planned import replay_settings
+from fp8calib.commands.check_planned import replay_settings
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError

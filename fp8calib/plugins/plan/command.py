@@ -16,7 +16,7 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import format_size, output_folder, write_file_atomic
-from fp8calib.commands.job import CalibrationJob
+from fp8calib.commands.calibration_job import CalibrationJob
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats

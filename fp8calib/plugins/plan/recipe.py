@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from fp8calib.calibration.calibration_stats import STATS_NAME, CalibrationStats
+from fp8calib.commands.check_planned import replay_settings
 from fp8calib.commands.options import FORMATS
-from fp8calib.commands.planned import replay_settings
 from fp8calib.commands.recipe import Quantize
 from fp8calib.errors import VerificationError
 from fp8calib.numerics.rules import AMAX

@@ -10,8 +10,7 @@ from typing import Literal
 from fp8calib.calibration.fingerprint import versions
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.result import Result
-from fp8calib.commands.written_result import BeforeAfter
+from fp8calib.commands.result import BeforeAfter, Result
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError

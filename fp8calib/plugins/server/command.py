@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.streamed_model import StreamedModel
-from fp8calib.commands._verify import (
+from fp8calib.commands.model import open_run_model
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import RunPlan
+from fp8calib.commands.verify_inputs import (
+    check_outputs,
+    check_request,
+    open_verification,
+    plan_verified,
+)
+from fp8calib.commands.verify_run import (
     announce,
     complete_report,
     describe_plan,
@@ -16,16 +25,7 @@ from fp8calib.commands._verify import (
     finish,
     hash_inputs,
 )
-from fp8calib.commands._verify import describe as describe_verification
-from fp8calib.commands.model import open_run_model
-from fp8calib.commands.opened import (
-    check_outputs,
-    check_request,
-    open_verification,
-    plan_verified,
-)
-from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import RunPlan
+from fp8calib.commands.verify_run import describe as describe_verification
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError

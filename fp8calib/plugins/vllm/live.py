@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckRequest, CheckResult
-from fp8calib.commands.checked import check_path
+from fp8calib.commands.check_run import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version

@@ -19,7 +19,7 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.machine import ALONE, ProcessRank
 
 if TYPE_CHECKING:
-    from fp8calib.commands.job import CalibrationJob
+    from fp8calib.commands.calibration_job import CalibrationJob
     from fp8calib.plugins.vllm.engine import EngineSettings
 
 describe = core.describe

@@ -49,7 +49,7 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
         ModelError: the checkpoint cannot be read.
     """
     with slow_imports():
-        from fp8calib.commands.checked import check_path
+        from fp8calib.commands.check_run import check_path
         from fp8calib.engines.replay.folder import open_folder
         from fp8calib.engines.replay.verdicts import add_fingerprint
         from fp8calib.model.drafters import find_drafter_class

@@ -32,9 +32,8 @@ from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.model import describe_run
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import RunPlan
+from fp8calib.commands.result import RunPlan, ShardIndex
 from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.commands.written_result import ShardIndex
 from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.write import list_outputs

@@ -9,9 +9,9 @@ from typing import Any
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.commands.card import write_card
 from fp8calib.commands.check import CheckRequest
-from fp8calib.commands.checked import check_path
+from fp8calib.commands.check_run import check_path
 from fp8calib.commands.options import Model
-from fp8calib.commands.written_result import WrittenCheck
+from fp8calib.commands.result import WrittenCheck
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal

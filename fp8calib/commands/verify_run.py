@@ -17,17 +17,17 @@ from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.model import describe_run, open_run_model
-from fp8calib.commands.opened import (
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import Result, RunHashes, RunPlan
+from fp8calib.commands.suggest import suggest_command
+from fp8calib.commands.verify import VerifyRequest
+from fp8calib.commands.verify_inputs import (
     check_outputs,
     check_request,
     list_scales,
     open_verification,
     plan_verified,
 )
-from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import Result, RunHashes, RunPlan
-from fp8calib.commands.suggest import suggest_command
-from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
 from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line, format_count
 from fp8calib.machine import PeakMemory

@@ -37,16 +37,19 @@ from fp8calib.checkpoint.output import (
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult, Coverage
-from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import FileHasher
-from fp8calib.commands.job import (
+from fp8calib.commands.calibration_job import (
     CalibrationJob,
     looks_finished,
     read_finished,
     remove_outputs,
     work_folder,
 )
+from fp8calib.commands.check_written import finish_formats
+from fp8calib.commands.command_line import spell_command
+from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.model import open_run_model, plan_text
+from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
+from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.recipe import (
     Recipe,
     apply_request,
@@ -56,12 +59,9 @@ from fp8calib.commands.recipe import (
     resolve_text,
 )
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import RunPlan
+from fp8calib.commands.result import BeforeAfter, RunPlan
 from fp8calib.commands.saturation import compute_saturation
-from fp8calib.commands.saved import saved_model, warn_of_tokenizer
 from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.commands.written import finish_formats
-from fp8calib.commands.written_result import BeforeAfter, QuantizeResult
 from fp8calib.data.sequences import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules
@@ -307,7 +307,7 @@ def _quantize(
     asked, settings, checkpoint = job.recipe.quantize, job.quantization, job.model.checkpoint
     if asked is None or settings is None:
         return None
-    from fp8calib.commands.quantized import finish_quantized
+    from fp8calib.commands.quantize import finish_quantized
     from fp8calib.quantization.calibrated_scales import (
         find_scales,
         list_unmeasured,
