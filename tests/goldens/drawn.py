@@ -18,10 +18,12 @@ CASES = Path(__file__).with_name("drawn-cases.txt")
 
 
 def list_group(group: int) -> Iterator[tuple[int, Case]]:
-    """List the cases of a group with their numbers."""
-    lines = CASES.read_text().splitlines()
-    for number in range(group, len(lines), NUM_GROUPS):
-        yield number, parse_case(lines[number])
+    """List the cases of a group with their numbers: all of some architectures, built once each."""
+    cases = [parse_case(line) for line in CASES.read_text().splitlines()]
+    names = sorted({case.architecture for case in cases})[group::NUM_GROUPS]
+    for number, case in enumerate(cases):
+        if case.architecture in names:
+            yield number, case
 
 
 def write_case(case: Case, place: Path, folder: Path) -> bool:
