@@ -64,7 +64,10 @@ RUN: Mapping[tuple[str, str], tuple[str, str]] = {
         '"llmcompressor-kv-head"',
     ),
     ("AutoFP8, `k_scale` and `v_scale`", "transformers"): (_TRANSFORMERS, '"quark-autofp8-kv"'),
-    ("AutoFP8, `kv_scale`", "transformers"): (_TRANSFORMERS, '"autofp8\'s old kv_scale"'),
+    ("AutoFP8, `kv_scale`", "transformers"): (
+        "engines/kv_cases.json",
+        '"autofp8\'s old kv_scale"',
+    ),
     ("ModelOpt", "transformers"): (_TRANSFORMERS, '"modelopt-fp8-kv"'),
     ("ModelOpt, KV cache alone", "transformers"): (_TRANSFORMERS, '"modelopt-kv"'),
     ("Quark", "transformers"): (_TRANSFORMERS, '"quark-fp8-kv"'),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,87 +32,20 @@ from tests.engines.test_check_weights import (
     make,
 )
 from tests.engines.test_weight_contents import CT, DOWN
+from tests.engines.vllm_cases import find_config
 from tests.formats.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.kit import answers
 from tests.kit.checkpoints import change_config, change_quantization, change_tensors
+from tests.kit.minutes import in_minutes
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
 
-INTEGERS = {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], "type": "int"}}  # type: ignore[dict-item]
-HEADS = [[[0.25]], [[0.3]]]
 PAIR = {"k_scale": [0.25], "v_scale": [0.3]}
-
-
-def _scheme(**changes: object) -> dict[str, object]:
-    return {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], **changes}}  # type: ignore[dict-item]
-
-
-SCHEMES: Sequence[Mapping[str, object]] = (
-    *(
-        {"strategy": strategy, "dynamic": dynamic}
-        for strategy in ("tensor", "Tensor", "channel", "token", "block", "tensor_group", None, "x")
-        for dynamic in (False, True, "local")
-    ),
-    *({"strategy": s, "group_size": n} for s in ("group", "tensor", None) for n in (-1, 0, 8)),
-    {"strategy": "group", "group_size": 8, "dynamic": True},
-    {"strategy": "block", "block_structure": [1, 1]},
-    {"block_structure": [1, 1]},
-    {"unknown": 1},
-    {"dynamic": None},
-    {"dynamic": 1},
-    {"symmetric": None},
-    {"num_bits": "8"},
-    {"num_bits": 5},
-    {"num_bits": 4},
-    {"type": None},
-    {"actorder": "weight"},
-    {"actorder": False},
-    {"scale_dtype": "torch.bfloat16"},
-    {"scale_dtype": "bfloat"},
-    {"observer": None},
-    {"observer_kwargs": None},
-)
-CONFIGS: Sequence[Mapping[str, object]] = (
-    {"ignore": None},
-    {"ignore": "re:.*"},
-    {"ignore": [1]},
-    {"quantization_status": "done"},
-    {"config_groups": {"g": {"targets": "Linear"}}},
-    {"config_groups": {"g": {"targets": ["re:^no$"], "unknown": 1}}},
-    {"config_groups": {"g": {"targets": ["re:^no$"], "weights": {"strategy": "x"}}}},
-    {"kv_cache_scheme": {}},
-    {"kv_cache_scheme": []},
-    {"kv_cache_scheme": "static"},
-    {"unknown": 1},
-)
-
-HANDMADE: Mapping[str, tuple[object, Mapping[str, object]]] = {
-    "plain": (None, {}),
-    "bare pair": (None, {"k_scale": [0.25], "v_scale": [0.3]}),
-    "tgi's kv_scale": (None, {"kv_scale": [0.25]}),
-    "pair": (PER_TENSOR, {"k_scale": [0.25], "v_scale": [0.3]}),
-    "0-dim": (PER_TENSOR, {"k_scale": 0.25, "v_scale": 0.3}),
-    "kv_scale": (PER_TENSOR, {"kv_scale": [0.25]}),
-    "k alone": (PER_TENSOR, {"k_scale": [0.25]}),
-    "odd numbers": (PER_TENSOR, {"k_scale": [0.0], "v_scale": [-1.0]}),
-    "heads": (PER_HEAD, {"k_scale": HEADS, "v_scale": HEADS}),
-    "heads where one is wanted": (PER_TENSOR, {"k_scale": HEADS, "v_scale": HEADS}),
-    "one number for heads": (PER_HEAD, {"k_scale": [0.25], "v_scale": [0.3]}),
-    "integers": (INTEGERS, {"k_scale": [0.25], "v_scale": [0.3]}),
-    "asymmetric": (
-        _scheme(symmetric=False),
-        {**PAIR, "k_zero_point": [0.0], "v_zero_point": [0.0]},
-    ),
-    **{f"scheme {changes}": (_scheme(**changes), PAIR) for changes in SCHEMES},
-    **{f"config {changes}": ({**PER_TENSOR, **changes}, PAIR) for changes in CONFIGS},
-    **{
-        f"stored as {dtype}": (PER_TENSOR, {name: torch.ones(1, dtype=dtype) for name in PAIR})
-        for dtype in (torch.int32, torch.bool, torch.float64, torch.float16, torch.float8_e4m3fn)
-    },
-    "autofp8's old kv_scale": (FP8, {"kv_scale": [0.25]}),
-}
-"""The quantization_config, and the scales of every layer."""
+ROWS = json.loads(Path(__file__).with_name("kv_cases.json").read_text())
+HANDMADE, SCHEMES = ROWS["transformers"], ROWS["schemes of transformers"]
+KNOWN = {"ct": dict(PER_TENSOR), "per head": dict(PER_HEAD), "fp8": FP8}
+IN_MINUTES = [each for each in SCHEMES if {"strategy", "dynamic"} <= each.keys()]
 
 TOOLS = (
     "llmcompressor-fp8-static-kv",
@@ -131,8 +64,7 @@ def _save(folder: Path, quantization: object, scales: Mapping[str, object]) -> P
     for index in range(2):
         for suffix, number in scales.items():
             name = f"{LLAMA_ATTENTION.format(index)}.{suffix}"
-            is_made = isinstance(number, torch.Tensor)
-            tensors[name] = number.clone() if is_made else torch.tensor(number)
+            tensors[name] = torch.as_tensor(number).clone()
     config = json.loads((FOLDER / "llama" / "config.json").read_text())
     if quantization is not None:
         config["quantization_config"] = quantization
@@ -194,7 +126,22 @@ def _load(folder: Path, *, runs: bool = False) -> tuple[list[Any], set[str]]:
 
 @pytest.mark.parametrize("name", HANDMADE)
 def test_what_is_made_by_hand(tmp_path: Path, name: str) -> None:
-    _compare(_save(tmp_path / "model", *HANDMADE[name]), runs=True)
+    case = HANDMADE[name]
+    config = find_config(case.get("quantization"), KNOWN)
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    scales = {key: torch.tensor(x).to(dtype) for key, x in case.get("scales", PAIR).items()}
+    _compare(_save(tmp_path / "model", config, scales), runs=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*(each for each in SCHEMES if each not in IN_MINUTES), *in_minutes(*IN_MINUTES)],
+    ids=json.dumps,
+)
+def test_schemes_of_the_cache(tmp_path: Path, changes: dict[str, object]) -> None:
+    scheme = {**PER_TENSOR["kv_cache_scheme"], **changes}  # type: ignore[dict-item]
+    config = {**PER_TENSOR, "kv_cache_scheme": scheme}
+    _compare(_save(tmp_path / "model", config, PAIR), runs=True)
 
 
 def test_attention_that_calls_its_cache_otherwise_uses_no_scale(
