@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.engines.check import check_file, check_folder
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
-from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
+from fp8calib.model.device import DTYPES
+from fp8calib.model.plain_model import is_plain
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import list_defaulted
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.opened import find_candidate
 from fp8calib.verification.report import SCALE_ONE
+
+if TYPE_CHECKING:  # statistics for a common model need no replay
+    from fp8calib.engines.replay.verdicts import EngineReport
 
 
 def judge_loading(
@@ -59,7 +63,8 @@ def _replay_all(
     """
     places = {each.name: find_candidate(each.name) for each in opened if each.stats is None}
     has_folder = not model.is_live and model.checkpoint.has_weights
-    if is_unquantized := has_folder and not model.checkpoint.form:
+    is_unquantized = has_folder and not model.checkpoint.form
+    if is_unquantized and (engine.name_rules is None or not is_common(model)):
         places[SCALE_ONE] = model.source.folder
     for name, path in places.items():
         if (report := _replay(path, engine)) is not None:
@@ -83,7 +88,29 @@ def _replay_all(
             yield from dict.fromkeys([each.name for each in opened] or [scheme], report).items()
 
 
+def is_common(model: RunModel) -> bool:
+    """Whether vLLM and SGLang load a folder as transformers does, in all of their releases.
+
+    It is of a common class, its config has no odd setting, and its files hold the parameters of
+    this class in 16 or 32 bits, and nothing else.
+    """
+    folder, stored = model.source.folder, model.checkpoint
+    return (
+        is_plain(folder, model.source.raw_config)
+        and stored.tensors.keys() == {name for name, _ in model.prepared.model.named_parameters()}
+        and all(TORCH_DTYPES.get(each.dtype) in DTYPES.values() for each in stored.tensors.values())
+        and {each.path for each in stored.files} == set(folder.rglob("*.safetensors"))
+        and not stored.unlisted
+    )
+
+
 def _replay(folder: Path, engine: Engine) -> EngineReport | None:
+    from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
+    from fp8calib.engines.replay.folder import (  # noqa: PLC0415
+        open_folder,
+        read_replayed_geometry,
+    )
+
     if not (folder / CONFIG_NAME).is_file():
         return None
     found = open_folder(folder)
@@ -108,6 +135,9 @@ def _find_unused(
         return ""
     unused = {Status.DROPPED, Status.DEFAULTED}
     if path.suffix == ".json":
+        from fp8calib.engines.check import check_file  # noqa: PLC0415 -- most of the code
+        from fp8calib.engines.replay.folder import open_folder  # noqa: PLC0415
+
         unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
         folder = open_folder(model.source.folder)
         checked = check_file(path, table.geometry, [engine.key], table.tp, model=folder)
