@@ -18,7 +18,7 @@ from fp8calib.plugins.kv_types.round_trips import hadamard
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.probabilities import attend_in_fp32
-from tests.plugins.kv_types.test_types import draw_vectors
+from tests.plugins.kv_types.by_hand import draw_vectors
 from tests.real_engines.package import open_release
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT
 

@@ -20,6 +20,23 @@ Vector = np.ndarray
 OneVector = Callable[[Vector], Vector]
 
 
+def draw_vectors(size: int, dtype: torch.dtype, *, seed: int = 3) -> torch.Tensor:
+    """Draw vectors [batch, heads, tokens, size] of many magnitudes, with zeros and outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 2, 12, size, generator=generator)
+    x = x * torch.exp(2 * torch.randn(2, 2, 12, 1, generator=generator))
+    x[0, 0, 0] = 0
+    x[0, 1, 1, 5] *= 1000
+    x[1, 0, 2] *= 1e-7
+    x[1, 1, 3] = 1.5
+    return x.to(dtype)
+
+
+def store_all(store: OneVector, x: torch.Tensor) -> torch.Tensor:
+    rows = [store(row.numpy()) for row in x.float().reshape(-1, x.shape[-1])]
+    return torch.from_numpy(np.stack(rows)).reshape(x.shape)
+
+
 def fp8_per_token_head(x: Vector) -> Vector:
     scale = max(F32(np.abs(x).max()) / F32(448), F32(1e-6))
     codes = np.clip(x * (F32(1) / scale), -448, 448).astype(ml_dtypes.float8_e4m3fn)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from fp8calib.plugins.kv_types import kv_types
 from fp8calib.plugins.kv_types.command import CacheResult, describe, recommend
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.text import Table
-from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
+from fp8calib.verification.report import SCALE_ONE, Verdict
 from tests import zoo
+from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.kit.reports import make_candidate
 
@@ -57,8 +57,7 @@ def test_types_have_their_figures_and_who_serves_them(model: PreTrainedModel) ->
 
 def test_program_prints_the_figures_of_the_json(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"input_ids": ids.tolist()}) for ids in TEXT))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ids.tolist()} for ids in TEXT])
     asked = ("kv-types", tmp_path / "model", "--data", rows, "--seq-len", 32, "--kv-memory", 1)
     asked = (*asked, "--kv-cache-dtype", "int8_per_token_head")
     found = succeed(*asked, "--json").json
@@ -86,24 +85,24 @@ def test_what_does_not_fit_is_left_out_with_a_reason(model: PreTrainedModel) -> 
 
 
 @pytest.mark.parametrize(
-    ("engine", "name", "part"),
+    ("name", "part"),
     [
-        ("vllm", "int9_per_token_head", "has no such type"),
-        ("vllm", "octave_k3v4", "its kernels are in HIP"),
-        ("vllm", "fp8_ds_mla", "it stores the latents of"),
+        ("int9_per_token_head", "has no such type"),
+        ("octave_k3v4", "its kernels are in HIP"),
+        ("fp8_ds_mla", "it stores the latents of"),
     ],
 )
 def test_named_types_that_cannot_be_compared_are_refused(
-    engine: str, name: str, part: str, model: PreTrainedModel
+    name: str, part: str, model: PreTrainedModel
 ) -> None:
     with pytest.raises((UsageError, ModelError), match=part):
-        kv_types(model, engine=engine, kv_cache_dtype=[name], **ASKED)
+        kv_types(model, engine="vllm", kv_cache_dtype=[name], **ASKED)
 
 
-def test_scales_with_the_name_of_a_type_are_refused(
+def test_scales_that_the_table_cannot_show_are_refused(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table would have two rows of one name."""
+    """Those with the name of a type, of which there would be two rows, and a folder of weights."""
     fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "nvfp4")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"nvfp4: this name is reserved"):
@@ -111,70 +110,26 @@ def test_scales_with_the_name_of_a_type_are_refused(
     result = kv_types(model, "./nvfp4", kv_cache_dtype=["nvfp4"], **ASKED)
     names = {"./nvfp4", SCALE_ONE, "nvfp4", "nvfp4 with ./nvfp4"}
     assert {row.name for row in result.types} == names
-
-
-def test_scales_without_kv_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     fp8calib.quantize(tmp_path / "model", scheme="fp8-dynamic", out=tmp_path / "fp8")
     with pytest.raises(ModelError, match="holds weights, or no KV scales"):
         kv_types(tmp_path / "model", tmp_path / "fp8", **ASKED)
 
 
-# --- the recommendation ---------------------------------------------------------------------------
+def make_row(name: str, size: float, **more: Any) -> CacheResult:
+    made = dict(make_candidate(name, **more))
+    return CacheResult(**made, dtype="fp8", bytes_per_token=size, tokens=None, backends=(), gpus=())
 
 
-def make_row(
-    name: str,
-    size: float,
-    kld: float,
-    verdict: Verdict = Verdict.PASS,
-    backends: tuple[str, ...] = (),
-) -> CacheResult:
-    """Make a type of so many bytes a token."""
-    made = dict(make_candidate(name, kld_mean=kld, verdict=verdict))
-    return CacheResult(
-        **made, dtype=name, bytes_per_token=size, tokens=None, backends=backends, gpus=()
-    )
-
-
-UNSCALED = make_row(SCALE_ONE, 64, 0.01).model_copy(update={"dtype": "fp8"})
-
-
-def settle(
-    *types: CacheResult, answers: Mapping[tuple[str, str], PairedAnswer] | None = None
-) -> tuple[str, str]:
-    """Decide on types beside scale 1.0, which has 64 bytes a token and a KLD of 0.01.
-
-    The smaller divergence is surely better, but for the pairs in `answers`.
-    """
-    rows = {row.name: row for row in (UNSCALED, *types)}
-
-    pairs = []
-    for candidate in types:
-        for base in rows.values():
-            difference = (candidate.kld_mean or 0) - (base.kld_mean or 0)
-            plain = PairedAnswer.BETTER if difference < 0 else PairedAnswer.WORSE
-            answer = (answers or {}).get((candidate.name, base.name), plain)
-            made = {"candidate": candidate.name, "base": base.name, "difference": difference}
-            pairs.append(PairedResult(**made, se=0.0005, margin=0.001, answer=answer))
-    chosen, why = recommend(list(rows.values()), pairs)
-    return "" if chosen is None else chosen.name, why
-
-
-def test_no_type_passes() -> None:
-    failing = UNSCALED.model_copy(update={"verdict": Verdict.FAIL})
-    small = make_row("small", 36, 0.5, verdict=Verdict.FAIL)
-    chosen, why = recommend([failing, small], [])
-    assert (chosen, why) == (None, "No type of the KV cache passes.")
-
-
-def test_text_that_can_judge_no_type_says_how_much_would() -> None:
+def test_text_that_passes_no_type_says_how_much_would_tell() -> None:
     """The KLD of 0.01 implies an error of 0.014 in 100 tokens; the gate needs log(1.01)."""
+    small = make_row("small", 36, kld_mean=0.5, verdict=Verdict.FAIL)
+    failing = make_row(SCALE_ONE, 64, kld_mean=0.01, verdict=Verdict.FAIL)
+    assert recommend([failing, small], []) == (None, "No type of the KV cache passes.")
     unknown = {"verdict": Verdict.CANNOT_TELL, "verdict_why": "an error of 0.014"}
-    failing = make_row("small", 36, 0.5, verdict=Verdict.FAIL)
-    chosen, why = recommend([UNSCALED.model_copy(update=unknown), failing], [], tokens=100)
-    assert chosen is None
-    assert why == (
+    open_rows = [make_row(SCALE_ONE, 64, kld_mean=0.01, **unknown), small]
+    assert recommend(open_rows, [], tokens=100) == (
+        None,
         "Whether a type of the KV cache passes cannot be told. Of the smallest KLD is scale-1.0 "
-        "(64 bytes a token, KLD 0.0100 ± 0.0034): an error of 0.014; about 200 tokens would tell."
+        "(64 bytes a token, KLD 0.0100 ± 0.0034): an error of 0.014; about 200 tokens would tell.",
     )

@@ -27,12 +27,13 @@ from fp8calib.verification.verify import Verification, run_verification
 from tests import zoo
 from tests.doors import Silent, make_plan
 from tests.plugins.kv_types import by_hand as types_by_hand
-from tests.plugins.kv_types.test_types import store_all
+from tests.plugins.kv_types.by_hand import store_all
 from tests.verification.by_hand import (
     FULL,
     PADDED,
     PLAIN,
     Change,
+    Subject,
     cast,
     emulate,
     opened,
@@ -42,14 +43,11 @@ from tests.verification.by_hand import (
 
 
 class SteppedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """Stores K and V quantized; the first call of a layer gets them in 16 bits, if asked."""
+    """Stores K and V quantized; the first call of a layer gets them in 16 bits."""
 
-    def __init__(
-        self, config: Any, changes: Sequence[tuple[Change, Change]], *, raw_prompt: bool
-    ) -> None:
+    def __init__(self, config: Any, changes: Sequence[tuple[Change, Change]]) -> None:
         super().__init__(config=config)
         self._changes = changes
-        self._raw_prompt = raw_prompt
         self._begun: set[int] = set()
 
     def update(
@@ -61,15 +59,12 @@ class SteppedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         stored = super().update(*changed, layer_idx, *args, **kwargs)
         is_first = layer_idx not in self._begun
         self._begun.add(layer_idx)
-        return (key, value) if is_first and self._raw_prompt else stored
+        return (key, value) if is_first else stored
 
 
 @torch.no_grad()
-def generate_step_by_step(
-    model: PreTrainedModel, ids: torch.Tensor, make_cache: Callable[[], Any]
-) -> torch.Tensor:
+def generate_step_by_step(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Run the first half of ids [L] at once, and each other token alone: hidden states [L, C]."""
-    cache = make_cache()
     half = len(ids) // 2
     parts = [ids[:half], *(ids[place : place + 1] for place in range(half, len(ids)))]
     hidden = []
@@ -86,12 +81,25 @@ def generate_at_once(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-cast_unscaled = partial(cast, scale=1.0)
-STORED = {
-    "turboquant_k8v4": (cast_unscaled, store_all(types_by_hand.uniform_value(4))),
-    "int8_per_token_head": (store_all(types_by_hand.int8_per_token_head),) * 2,
-    "nvfp4": (store_all(types_by_hand.nvfp4),) * 2,
+STORED: dict[str, tuple[Change, Change]] = {
+    "turboquant_k8v4": (
+        partial(cast, scale=1.0),
+        partial(store_all, types_by_hand.uniform_value(4)),
+    ),
+    "int8_per_token_head": (partial(store_all, types_by_hand.int8_per_token_head),) * 2,
+    "nvfp4": (partial(store_all, types_by_hand.nvfp4),) * 2,
 }
+
+
+def expect_steps(
+    subject: Subject, found: Sequence[torch.Tensor], make_cache: Callable[[], Any]
+) -> None:
+    """Compare hidden states of PADDED and FULL with those of steps, in fp64: both round alike."""
+    for batch, hidden in zip((PADDED, FULL), found, strict=True):
+        for row, length in enumerate(batch.lengths):
+            ids = batch.input_ids[row, :length]
+            wanted = generate_step_by_step(subject.model, ids, make_cache())
+            torch.testing.assert_close(hidden[row, :length], wanted, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text"])
@@ -99,28 +107,33 @@ STORED = {
 def test_prompts_in_16_bits_are_scored_as_they_generate(
     name: str, family: str, tmp_path: Path
 ) -> None:
-    """Sliding windows of 8 tokens, and layers that share K and V, are among them.
-
-    In fp64, where steps and one pass round alike.
-    """
+    """Sliding windows of 8 tokens, and layers that share K and V, are among them."""
     cache_type = replace(CACHE_TYPES[name], is_packed=False)
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = cache_type.quantize(subject.geometry)
-        emulation = Candidate(quantizers=quantizers)
-        hooks = ServedHooks(quantizers)
-        padded, full = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
+        emulation, hooks = Candidate(quantizers=quantizers), ServedHooks(quantizers)
+        found = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
         config = text_config(subject.model)
         changes = [STORED[name]] * config.num_hidden_layers
-        make_cache = partial(SteppedCache, config, changes, raw_prompt=True)
-        for batch, hidden in ((PADDED, padded), (FULL, full)):
-            for row, length in enumerate(batch.lengths):
-                ids = batch.input_ids[row, :length]
-                wanted = generate_step_by_step(subject.model, ids, make_cache)
-                torch.testing.assert_close(hidden[row, :length], wanted, rtol=0, atol=5e-5)
-                prompt = count_prompt(length)
-                plain = generate_at_once(subject.model, ids)
-                torch.testing.assert_close(wanted[:prompt], plain[:prompt], rtol=0, atol=5e-5)
-                assert (wanted[prompt:] - plain[prompt:]).abs().max() > 1e-3
+        expect_steps(subject, found, partial(SteppedCache, config, changes))
+        for ids, hidden in zip(FULL.input_ids, found[1], strict=True):
+            plain, prompt = generate_at_once(subject.model, ids), count_prompt(len(ids))
+            torch.testing.assert_close(hidden[:prompt], plain[:prompt], rtol=0, atol=5e-5)
+            assert (hidden[prompt:] - plain[prompt:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_cache_of_transformers_is_scored_as_its_own_class_generates(
+    family: str, tmp_path: Path
+) -> None:
+    """The scale is that of the prompt, and some later tokens exceed it."""
+    with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
+        quantizers = CACHE_TYPES["fp8_quantized_cache"].quantize(subject.geometry)
+        emulation = Candidate(quantizers=quantizers)
+        found = emulate(subject, emulation, PADDED, FULL, hooks=ServedHooks(quantizers))
+        expect_steps(subject, found, partial(QuantizedCache, "fp8", text_config(subject.model)))
+        (whole,) = emulate(subject, emulation, FULL)
+        assert (whole - found[1])[:, -1].abs().max() > 1e-3
 
 
 def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None:
@@ -132,7 +145,7 @@ def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), numerics)
         emulation = Candidate(quantizers=quantizers)
         (served,) = emulate(subject, emulation, FULL, hooks=ServedHooks(quantizers))
-        (everywhere,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
+        (everywhere,) = emulate(subject, emulation, FULL)
         prompt = count_prompt(FULL.lengths[0])
         plain = plain_forward(subject.model, FULL)
         torch.testing.assert_close(served[:, :prompt], plain[:, :prompt])
@@ -148,46 +161,18 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
 ) -> None:
     with opened(zoo.build(family), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        emulation = Candidate(quantizers=quantizers)
         (_, first), *_ = subject.geometry.attentions()
         with pytest.raises(VerificationError, match=rf"--decode: {first.module} .*{part}"):
-            emulate(subject, emulation, FULL, hooks=ServedHooks(quantizers))
+            emulate(subject, Candidate(quantizers=quantizers), FULL, hooks=ServedHooks(quantizers))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_cache_of_transformers_is_scored_as_its_own_class_generates(
-    family: str, tmp_path: Path
-) -> None:
-    """The scale is that of the prompt, and some later tokens exceed it."""
-    with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
-        quantizers = CACHE_TYPES["fp8_quantized_cache"].quantize(subject.geometry)
-        emulation = Candidate(quantizers=quantizers)
-        found = emulate(subject, emulation, PADDED, FULL, hooks=ServedHooks(quantizers))
-        make_cache = partial(QuantizedCache, "fp8", text_config(subject.model))
-        for batch, hidden in zip((PADDED, FULL), found, strict=True):
-            for row, length in enumerate(batch.lengths):
-                ids = batch.input_ids[row, :length]
-                wanted = generate_step_by_step(subject.model, ids, make_cache)
-                torch.testing.assert_close(hidden[row, :length], wanted, rtol=0, atol=5e-5)
-        (whole,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
-        assert (whole - found[1])[:, -1].abs().max() > 1e-3
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """Build a tiny model whose heads fit every type."""
-    return zoo.build("llama", num_hidden_layers=6, head_dim=32)
-
-
-def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_report_shows_both_figures_of_each_cache(tmp_path: Path) -> None:
     """Against log-probabilities of a model that generates over a cache by hand."""
+    model = zoo.build("llama", num_hidden_layers=6, head_dim=32)
     text = [torch.arange(3, 35) + 8 * shift for shift in range(12)]
     name = "turboquant_k8v4"
     with opened(model, tmp_path) as subject:
-        own = Candidate(
-            name=name,
-            quantizers=CACHE_TYPES[name].quantize(subject.geometry),
-        )
+        own = Candidate(name=name, quantizers=CACHE_TYPES[name].quantize(subject.geometry))
         candidates = (build_unscaled("scale-1.0", subject.geometry, E4M3FN, PLAIN), own)
         asked = Verification(
             model="tiny",
@@ -207,8 +192,7 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_pat
     changes = [STORED[name] if index in {2, 3} else same for index in range(6)]
     wanted = []
     for ids in text:
-        cache = SteppedCache(text_config(model), changes, raw_prompt=True)
-        hidden = generate_step_by_step(model, ids, lambda cache=cache: cache)
+        hidden = generate_step_by_step(model, ids, SteppedCache(text_config(model), changes))
         both = [model.lm_head(each) for each in (generate_at_once(model, ids), hidden)]
         p, q = (torch.log_softmax(logits.double(), -1) for logits in both)
         wanted.append((p.exp() * (p - q)).sum(-1)[16:-1])
@@ -220,6 +204,7 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_pat
     assert "Scores of prompts do not show what it costs." in found.sentence
 
 
-def test_sequences_without_decoded_tokens_are_refused(model: PreTrainedModel) -> None:
+def test_sequences_without_decoded_tokens_are_refused() -> None:
+    model = zoo.build("llama")
     with pytest.raises(UsageError, match="--decode: no sequence is longer than 2 tokens"):
         server("http://localhost:1", model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)
