@@ -1,15 +1,21 @@
-"""FP8 checkpoints made by hand: codes and scales are typed, configs are those of the tools."""
+"""FP8 checkpoints made by hand: codes and scales are typed, configs are those of the tools.
+
+`fp8_configs.json` has what tools write; auto-round 0.16.1 with `--scheme FP8_STATIC --format
+auto_round`, others of its schemes, and `--scheme FPW8A16` (alone).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
+CONFIGS: dict[str, Any] = json.loads(Path(__file__).with_name("fp8_configs.json").read_text())
 
 LINEAR = "model.layers.0.self_attn.o_proj"
 CODES = ((0x38, 0xC0, 0x01, 0x00), (0x3C, 0x7E, 0xB8, 0x08))
@@ -19,20 +25,7 @@ VALUES = [[1.0, -2.0, 2.0**-9, 0.0], [1.5, 448.0, -1.0, 2.0**-6]]
 
 def quantizer(**changes: object) -> dict[str, object]:
     """Describe a quantizer as compressed-tensors 0.19 does: all keys, most of them null."""
-    return {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": None,
-        "num_bits": 8,
-        "observer": "static_minmax",
-        "observer_kwargs": {},
-        "scale_dtype": None,
-        "strategy": "tensor",
-        "symmetric": True,
-        "type": "float",
-        "zp_dtype": None,
-    } | changes
+    return CONFIGS["quantizer"] | changes
 
 
 PER_TOKEN = quantizer(dynamic=True, strategy="token", observer=None)
@@ -54,18 +47,8 @@ def group(
 
 def compressed_tensors(*groups: Mapping[str, object], **changes: object) -> dict[str, object]:
     """Write a config as LLM Compressor does."""
-    return {
-        "config_groups": {f"group_{index}": item for index, item in enumerate(groups)},
-        "format": "float-quantized",
-        "global_compression_ratio": None,
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "sparsity_config": {},
-        "transform_config": {},
-        "version": "0.19.0",
-    } | changes
+    numbered = {f"group_{index}": item for index, item in enumerate(groups)}
+    return CONFIGS["compressed-tensors"] | {"config_groups": numbered} | changes
 
 
 CT_STATIC = compressed_tensors(group(quantizer(), quantizer()))
@@ -73,81 +56,11 @@ CT_CHANNEL = compressed_tensors(group(quantizer(strategy="channel"), PER_TOKEN))
 CT_BLOCK = compressed_tensors(
     group(quantizer(strategy="block", block_structure=[128, 128]), PER_GROUP)
 )
-AUTOFP8_STATIC: dict[str, object] = {
-    "quant_method": "fp8",
-    "activation_scheme": "static",
-    "ignored_layers": ["lm_head"],
-}
+AUTOFP8_STATIC, FINEGRAINED = CONFIGS["autofp8"], CONFIGS["finegrained"]
 AUTOFP8_DYNAMIC = AUTOFP8_STATIC | {"activation_scheme": "dynamic"}
-FINEGRAINED: dict[str, object] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head"],
-}
-_MODELOPT_QUANTIZER = {"dynamic": False, "num_bits": 8, "type": "float"}
-MODELOPT: dict[str, object] = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": _MODELOPT_QUANTIZER,
-            "weights": _MODELOPT_QUANTIZER,
-            "targets": ["Linear"],
-        }
-    },
-    "ignore": ["lm_head", "model.embed_tokens"],
-    "quant_algo": "FP8",
-    "kv_cache_scheme": _MODELOPT_QUANTIZER,
-    "producer": {"name": "modelopt", "version": "0.47.0"},
-    "quant_method": "modelopt",
-}
-FBGEMM: dict[str, object] = {
-    "quant_method": "fbgemm_fp8",
-    "activation_scale_ub": 1200.0,
-    "modules_to_not_convert": ["lm_head"],
-}
-
-AUTO_ROUND: dict[str, object] = {
-    "act_bits": 8,
-    "act_data_type": "fp",
-    "act_dynamic": False,
-    "act_group_size": 0,
-    "act_sym": True,
-    "activation_scheme": "static",
-    "bits": 8,
-    "block_name_to_quantize": "model.layers",
-    "data_type": "fp",
-    "fmt": "e4m3",
-    "group_size": -1,
-    "packing_format": "auto_round:fp8_static",
-    "quant_method": "auto-round",
-    "sym": True,
-}
-"""What auto-round 0.16.1 writes with `--scheme FP8_STATIC --format auto_round`."""
-AUTO_ROUND_BLOCK = AUTO_ROUND | {
-    "act_dynamic": True,
-    "act_group_size": 128,
-    "activation_scheme": "dynamic",
-    "group_size": [128, 128],
-    "packing_format": "auto_round:fp8",
-}
-AUTO_ROUND_MX = AUTO_ROUND | {
-    "act_data_type": "mx_fp",
-    "act_dynamic": True,
-    "act_group_size": 32,
-    "data_type": "mx_fp",
-    "group_size": 32,
-    "packing_format": "auto_round:llm_compressor",
-}
-AUTO_ROUND_ALONE: dict[str, object] = {
-    "bits": 8,
-    "data_type": "fp",
-    "fmt": "e4m3",
-    "group_size": 0,
-    "quant_method": "auto-round",
-    "sym": True,
-}
-"""With `--scheme FPW8A16`."""
+MODELOPT, FBGEMM = CONFIGS["modelopt"], CONFIGS["fbgemm"]
+AUTO_ROUND, AUTO_ROUND_ALONE = CONFIGS["auto-round"], CONFIGS["auto-round alone"]
+AUTO_ROUND_BLOCK, AUTO_ROUND_MX = CONFIGS["auto-round block"], CONFIGS["auto-round mx"]
 
 
 def modelopt(algorithm: str) -> dict[str, object]:
@@ -157,32 +70,10 @@ def modelopt(algorithm: str) -> dict[str, object]:
 
 def quark(inputs: object = "static", **changes: object) -> dict[str, object]:
     """Write Quark's config; `inputs` is a spec of activations, or None."""
-    spec = {
-        "dtype": "fp8_e4m3",
-        "is_dynamic": False,
-        "qscheme": "per_tensor",
-        "ch_axis": None,
-        "group_size": None,
-        "symmetric": True,
-        "observer_cls": "PerTensorMinMaxObserver",
-        "scale_type": "float",
-    }
-    rule = {
-        "input_tensors": spec if inputs == "static" else inputs,
-        "output_tensors": None,
-        "weight": spec,
-        "bias": None,
-    }
-    return {
-        "global_quant_config": rule,
-        "exclude": ["lm_head"],
-        "algo_config": None,
-        "quant_method": "quark",
-        "layer_type_quant_config": {},
-        "layer_quant_config": {},
-        "quant_mode": "eager_mode",
-        "export": {"kv_cache_group": [], "weight_format": "real_quantized"},
-    } | changes
+    spec = CONFIGS["quark spec"]
+    given = spec if inputs == "static" else inputs
+    rule = {"input_tensors": given, "output_tensors": None, "weight": spec, "bias": None}
+    return CONFIGS["quark"] | {"global_quant_config": rule} | changes
 
 
 def codes(rows: Sequence[Sequence[int]], dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
