@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +19,12 @@ from transformers import AutoModelForCausalLM
 import fp8calib
 from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.plugins.vllm import load_kv_scales
-from tests.cli.program import run, succeed
+from tests.cli.program import succeed
 from tests.kit.minutes import takes_minutes
 from tests.plugins.vllm.live_cases import CLEAN, Recorded, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
 QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
-OF_THE_RUN = ("duration_s", "memory", "provenance", "command")
-"""Keys that no two runs have alike."""
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +32,6 @@ def out(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("results") / "out"
     succeed("calibrate", model, "--data", data, *QUICK, "--out", folder)
     return folder
-
-
-def compare(result: Any, *command: object) -> None:
-    """Require that a result is what a command prints, whatever its verdict."""
-    printed = run(*command, "--json")
-    found = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    for key in OF_THE_RUN:
-        assert (key in found) == (key in printed.json)
-        found.pop(key, None), printed.json.pop(key, None)
-    document = {key: value for key, value in printed.json.items() if key not in OF_THE_RUN}
-    assert found == document
-    assert result.exit_code == printed.code
-    assert list(found)[:2] == ["schema_version", "passed"]
 
 
 # --- the results of the python functions show one screen of themselves ---------------------------

@@ -10,17 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
 from tests import zoo
-from tests.cli.program import snapshot, succeed
+from tests.cli.program import snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
-QUICK_OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def calibrated(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("calibrated") / "out"
-    succeed("calibrate", model, "--data", data, "--out", out, *QUICK_OPTIONS)
-    return out
 
 
 def test_quantize_and_export_take_a_model_in_memory(

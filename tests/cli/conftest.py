@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import zoo
 from tests.cli.program import Outcome, fail, snapshot, succeed
+
+if TYPE_CHECKING:
+    from tests.cli.places import Places
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 WORDS = ["<s>", "</s>", "<unk>", "user", "assistant", ":", *(f"w{i}" for i in range(90))]
@@ -104,3 +107,25 @@ def refused(tmp_path: Path, data: Path) -> Callable[..., str]:
         return text
 
     return calibrate
+
+
+@pytest.fixture(scope="session")
+def made(
+    model: Path,
+    data: Path,
+    calibrated: tuple[Path, Outcome],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Places:
+    from tests.cli.places import Places  # noqa: PLC0415 -- it imports this file
+
+    out, _ = calibrated
+    given = {"model": model, "data": data, "calibrated": out, "overlay": out / "kv-overlay"}
+    folder = tmp_path_factory.mktemp("made")
+    return Places(folder, {**given, "made": folder, "stats": out / "stats.safetensors"})
+
+
+@pytest.fixture
+def places(made: Places, tmp_path: Path) -> Places:
+    """Give the places of all tests, and those of this one."""
+    (tmp_path / "folder").mkdir()
+    return made.beside({name: tmp_path / name for name in ("out", "new", "folder")})

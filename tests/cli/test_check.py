@@ -137,66 +137,7 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert "FlashAttention 3" in outcome.out
 
 
-@pytest.mark.parametrize(
-    ("code", "arguments", "said"),
-    [
-        (2, ("{overlay}/tokenizer_config.json",), "--model"),
-        (4, ("{overlay}/README",), "neither"),
-        (2, ("{overlay}", "--model", "{overlay}/config.json"), "a file"),
-        (4, ("{overlay}", "--model", "./nowhere"), "no model folder"),
-        (2, ("x" * 5000,), "cannot be read"),
-    ],
-)
-def test_what_cannot_be_asked(
-    overlay: Path, code: int, arguments: tuple[object, ...], said: str
-) -> None:
-    (overlay / "README").write_text("x")
-    (overlay / "tokenizer_config.json").write_text("{}")
-    asked = [str(argument).replace("{overlay}", str(overlay)) for argument in arguments]
-
-    assert said in fail(code, "check", *asked)
-
-
-CONFIGS: list[tuple[dict[str, Any] | bytes, list[str]]] = [
-    ({"num_hidden_layers": 10**30}, []),
-    ({"num_hidden_layers": "two"}, ["transformers cannot use it: ", "num_hidden_layers", "two"]),
-    *(({"model_type": name}, []) for name in (None, ["llama"], "bert")),
-    ({"rope_parameters": "none"}, []),
-    *((raw, ["config.json"]) for raw in (b"{", b"\xff\xfe{\x00", b"[" * 100_000)),
-    (b'{"x": ' + b'{"a":' * 700 + b"1" + b"}" * 701, ["nested too deeply"]),
-]
-
-
-@pytest.mark.parametrize(("config", "says"), CONFIGS)
-def test_configs_of_no_model_are_one_error(
-    overlay: Path, config: dict[str, Any] | bytes, says: list[str]
-) -> None:
-    if isinstance(config, bytes):
-        (overlay / "config.json").write_bytes(config)
-    else:
-        change_config(overlay, **config)
-
-    text = fail(4, "check", overlay)
-
-    assert not [words for words in says if words not in text]
-
-
 # --- models on the hub, and models with code of their own ----------------------------------------
-
-
-@pytest.fixture
-def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a cache of the hub in which `org/tiny` lies, as a download leaves it."""
-    repository = tmp_path / "hub" / "models--org--tiny"
-    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
-    for made in (snapshot, blobs, repository / "refs"):
-        made.mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    for path in model.iterdir():
-        shutil.copy(path, blobs / f"hash-of-{path.name}")
-        (snapshot / path.name).symlink_to(f"../../blobs/hash-of-{path.name}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return snapshot
 
 
 @pytest.mark.parametrize("family", ["jetmoe", "deepseek_v4", "gpt_neo"])
@@ -227,15 +168,8 @@ def test_the_command_that_asks_the_loader_trusts_code_that_the_checkpoint_has(
 # --- what is no checkpoint ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "command", ["check", "show", "verify MODEL --scales", "extract-kv-scales --quantized-model"]
-)
-def test_a_report_is_not_taken_for_scales(model: Path, tmp_path: Path, command: str) -> None:
-    report = tmp_path / "report.json"
-    report.write_text('{"schema_version": 1, "passed": true, "candidates": []}')
-    words = [model if word == "MODEL" else word for word in command.split()]
-    is_extracted = command.startswith("extract")
-    options = ("--model", model, "--save-path", tmp_path / "out") if is_extracted else ()
-    message = fail(4, *words, report, *options)
-    assert f"{report}: the result of a command, not scales" in message
-    assert "name the checkpoint, the scales or the statistics that it is about" in message
+def test_what_a_checkpoint_has_to_have_fails_the_check(model: Path) -> None:
+    """No KV scales, and KV heads that three ranks cannot share."""
+    check(0, model)
+    check(8, model, "--require-kv")
+    check(8, model, "--tp", 3)

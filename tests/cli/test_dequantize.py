@@ -33,7 +33,6 @@ from tests.formats.foreign import FOLDER, KV_SCALES
 from tests.kit.checkpoints import Tensors
 from tests.quantization.decoded_by_hand import decode_folder, load_tensors
 
-BASE = FOLDER / "llama"
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -191,13 +190,6 @@ def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) ->
     assert first["vllm"]["ok"] or "mixtral" in name  # the experts of a fixture have odd names
 
 
-def test_a_model_without_kv_scales_has_none_to_keep(tmp_path: Path) -> None:
-    child = save_child("llm-compressor, channels", tmp_path / "child")
-    text = fail(4, "dequantize", child, "--out", tmp_path / "out", "--keep-kv-scales")
-    assert "no KV scales" in text
-    assert not (tmp_path / "out").exists()
-
-
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -212,11 +204,6 @@ def refused(tmp_path: Path) -> Callable[..., str]:
         return text
 
     return refuse
-
-
-def test_a_model_that_is_not_quantized_is_refused(refused: Callable[..., str]) -> None:
-    assert "its weights are not quantized" in refused(4, BASE)
-    assert "cannot be dequantized" in refused(4, FOLDER / "llmcompressor-kv")
 
 
 def test_folders_that_are_in_use_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:

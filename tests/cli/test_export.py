@@ -18,20 +18,6 @@ def stats(calibrated: tuple[Path, Outcome]) -> Path:
 # --- show --------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_an_overlay_in_it_is_refused_alike(
-    model: Path, data: Path, stats: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    succeed("export", stats, "--format", "kv-overlay", "--model", model, "--out", out)
-    extract = ("--quantized-model", out, "--model", model, "--save-path", tmp_path / "new")
-    for code, command in (
-        (2, ("check", out)),
-        (4, ("verify", model, "--data", data, *QUICK, "--scales", out)),
-        (4, ("extract-kv-scales", *extract)),
-    ):
-        assert f"such as {out / 'kv-overlay'}" in fail(code, *command)
-
-
 # --- rules of scales -----------------------------------------------------------------------------
 
 
@@ -57,49 +43,6 @@ def test_calibrate_and_export_follow_a_rule_alike(
     assert notes == ([] if rule.startswith("headroom") else [kept])
 
 
-# --- rules of some K and V -----------------------------------------------------------------------
-
-
-RULES = """\
-name: by-site
-scales:
-  rule: mse
-  rules:
-    model.layers.1.self_attn.k: percentile:90
-    "*.v": headroom:2
-"""
-
-
-@pytest.fixture(scope="module")
-def written(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("by-site")
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RULES + "quantize: fp8-dynamic\n")
-    options = ("--data", data, *QUICK, "--recipe", recipe, "--out", folder / "out")
-    succeed("calibrate", model, *options)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("pattern", "part"),
-    [
-        ("model.layers.7.self_attn.k", "matches no K or V\nthey look like"),
-        ("re:(", "not a regular expression"),
-    ],
-)
-def test_a_pattern_that_matches_nothing_is_refused_before_the_run(
-    model: Path, data: Path, written: Path, tmp_path: Path, pattern: str, part: str
-) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f'name: r\nscales:\n  rules:\n    "{pattern}": mse\n')
-    out = ("--recipe", recipe, "--out", tmp_path / "out")
-    message = fail(3, "calibrate", model, "--data", data, *QUICK, *out)
-    assert "scales.rules" in message
-    assert part in message
-    assert not (tmp_path / "out").exists()
-    fail(3, "export", written / "out" / "stats.safetensors", "--model", model, *out)
-
-
 # --- several shards ------------------------------------------------------------------------------
 
 
@@ -115,30 +58,6 @@ def shards(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
         succeed(*command, "--shard", f"{index}/2", "--out", folder / str(index))
     succeed(*command, "--out", folder / "whole")
     return folder
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("verify", "MODEL", "--scales"),
-        ("quantize", "MODEL", "--scheme", "fp8-static", "--out", "OUT", "--stats"),
-    ],
-)
-def test_a_shard_is_not_taken_for_the_whole(
-    command: tuple[str, ...], shards: Path, model: Path, tmp_path: Path
-) -> None:
-    places = {"MODEL": model, "OUT": tmp_path / "out"}
-    words = [places.get(word, word) for word in command]
-    part = shards / "1" / "stats.safetensors"
-    text = fail(2, *words, part)
-    assert "holds only shard 1 of 2 of the statistics" in text
-    assert "fp8calib export" in text
-
-
-def test_what_is_read_is_not_written_over(shards: Path) -> None:
-    parts = (shards / "1", shards / "2")
-    text = fail(2, "export", *parts, "--out", shards / "2", "--force")
-    assert "the output would replace" in text
 
 
 def test_joined_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> None:

@@ -7,19 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
-from tests.cli.program import fail, succeed
-from tests.int4_by_hand import WEIGHTS, make_section, quantize, write_section
+from tests.cli.program import succeed
+from tests.int4_by_hand import quantize
 
 CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "w8a8-static")
-ROW = ("self_attn.o_proj", "mlp.down_proj")
-Stored = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +41,6 @@ def export(folder: Path, model: Path, out: Path, *options: object) -> Any:
     return succeed(*command, "--model", model, "--out", out, "--json", *options).json
 
 
-def refuse(code: int, folder: Path, model: Path, out: Path, *options: object) -> str:
-    """Export in vain, and give message and hint."""
-    command = ("export", folder / "stats.safetensors", "--format", "rfc", "--with-weights")
-    text = fail(code, *command, "--model", model, "--out", out, *options)
-    assert not out.exists()
-    return text
-
-
-def check(stored: Stored, module: str, integers: np.ndarray, scale: np.float32) -> None:
-    """Compare codes with those of the integers, the scale, and the real weight they make."""
-    codes = integers.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-    found = stored[f"{module}.weight"]
-    assert found.dtype is torch.float8_e4m3fn
-    assert np.array_equal(found.view(torch.uint8).numpy(), codes.view(np.uint8)), module
-    compound = stored[f"{module}.weight_scale"]
-    assert compound.dtype is torch.float32
-    assert compound.item() == scale, module
-    real = integers.astype(np.float32) * scale
-    assert np.array_equal((found.float() * compound).numpy(), real), module
-
-
-def cut(module: str, integers: np.ndarray, tp: int, rank: int) -> np.ndarray:
-    """Give the part that a rank owns."""
-    return np.split(integers, tp, axis=1 if module.endswith(ROW) else 0)[rank]
-
-
 def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Path) -> None:
     inputs = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
     quantize(llama / "model", tmp_path / "int4", inputs=inputs, packed=False)
@@ -77,42 +48,6 @@ def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Pa
     assert "so its int4 weights are assumed to come from it" in said[0]
     assert "different config.json" in said[0]
     assert "different weights" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"intermediate_size": 64}, "model.layers.0 is of another shape"),
-        ({"num_hidden_layers": 1}, "it has 1 layers, not 2"),
-        ({"family": "qwen2"}, "its architecture is Qwen2ForCausalLM, not LlamaForCausalLM"),
-    ],
-)
-def test_another_geometry_is_refused(
-    llama: Path, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
-    family = changes.pop("family", "llama")
-    zoo.save(family, tmp_path / "other", **changes)
-    quantize(tmp_path / "other", tmp_path / "int4")
-    text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
-    assert "not the model these statistics were calibrated on" in text
-    assert named in text
-
-
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        (make_section({**WEIGHTS, "strategy": "channel"}), "'compressed-tensors'"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, "'gptq'"),
-    ],
-)
-def test_other_integers_are_refused_by_name(
-    llama: Path, tmp_path: Path, section: dict[str, Any], named: str
-) -> None:
-    quantize(llama / "model", tmp_path / "int4")
-    write_section(tmp_path / "int4", section)
-    text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
-    assert named in text
-    assert "symmetric ones of compressed-tensors with one scale per tensor" in text
 
 
 def test_what_is_not_quantized_is_rounded_to_fp8_as_ever(llama: Path, tmp_path: Path) -> None:

@@ -82,36 +82,7 @@ def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]
 # --- formats of FP8 --------------------------------------------------------------------------
 
 
-def _save_plain(folder: Path) -> Path:
-    return sources.save_checkpoint(folder, sources.name_pairs())
-
-
-def _save_json_without_dtype(path: Path) -> Path:
-    return sources.save_json(path, {"0": {"0": 0.5, "1": 2.0}}, dtype=None)
-
-
-UNKNOWN: dict[str, tuple[str, Callable[[Path], Path]]] = {
-    "bare tensors": ("scales.safetensors", sources.save_bare),
-    "tensors in an unquantized model": ("q", _save_plain),
-    "rank files without config": ("rank0.npz", sources.save_npz),
-    "json without dtype": ("scales.json", _save_json_without_dtype),
-}
-
-
 # --- what is refused -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [
-        (["--format", "tgi", "kv-scales"], 2, "only one format can be written"),
-        (["--model", "no-such-folder-or-model"], 4, "no-such-folder-or-model"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    refused: Callable[..., str], tmp_path: Path, options: list[str], code: int, says: str
-) -> None:
-    assert says in refused(code, sources.save_modelopt(tmp_path / "q"), *options)
 
 
 @pytest.mark.parametrize("name", ["kv-overlay", "rfc"])
@@ -124,16 +95,6 @@ def test_what_was_written_for_one_model_is_not_taken_for_another(
     text = refused(4, written, "--model", tmp_path / "other")
     assert f"{written}: these scales are of another model: different weights (" in text
     extract(written, into=tmp_path / "again")
-
-
-def test_an_overlay_as_the_model_has_scales_already(
-    refused: Callable[..., str], extract: Extract, tmp_path: Path
-) -> None:
-    source = sources.save_modelopt(tmp_path / "q")
-    extract(source, into=tmp_path / "overlay")
-    text = refused(7, source, "--model", tmp_path / "overlay")
-    assert "already has a tensor model.layers.0.self_attn.k_scale, and 4 KV scales" in text
-    assert "--replace-scales" in text
 
 
 # --- what is replaced ------------------------------------------------------------------------

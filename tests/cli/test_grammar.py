@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 
 import pytest
 from typer.main import get_command
@@ -17,7 +14,7 @@ from fp8calib.commands import spell_commands
 from fp8calib.commands.options import GATE_NAMES, read_gib, spread_formats
 from fp8calib.errors import UsageError, join_or, suggest
 from fp8calib.verification.judge.gates import GATES
-from tests.cli.program import fail, run, succeed
+from tests.cli.program import run, succeed
 
 COMMANDS = list(spell_commands())
 
@@ -42,27 +39,6 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> Non
     assert outcome.code == 2
     assert outcome.err.startswith("Usage: fp8calib")
     assert "error: " not in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["calibrate"], "MODEL"),
-        (["calibrate", "m", "--no-such-option"], "--no-such-option"),
-        (["calibrate", "m", "--samples", "many"], "--samples"),
-        (["calibrate", "m", "--tp", "two"], "--tp"),
-        (["calibrate", "m", "n"], "n"),
-        (["export", "s", "--format", "rfc"], "--out"),
-        (["show"], "STATS|SCALES"),
-        (["no-such-command"], "no-such-command"),
-    ],
-)
-def test_an_error_of_the_parser_has_the_form_of_every_other(
-    arguments: list[str], says: str
-) -> None:
-    text = fail(2, *arguments)
-    assert says in text
-    assert "Input should be" not in text
 
 
 def test_main_inner_raises_what_main_shows() -> None:
@@ -102,30 +78,6 @@ def test_formats_that_follow_one_option_are_all_its_values(given: str, spread: s
 )
 def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
     assert read_gib(text) == gib
-
-
-@pytest.mark.parametrize(
-    ("arguments", "suggestion"),
-    [
-        (("calibrate", "m", "--smaples", "3"), "--samples"),
-        (("calibrat", "m"), "calibrate"),
-    ],
-)
-def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str) -> None:
-    assert suggestion in fail(2, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (["show", ""], "show"),
-        (["check", "folder", "--model", ""], "--model"),
-        (["calibrate", "model", "--out", ""], "--out"),
-        (["extract-kv-scales", "--quantized-model", ""], "--quantized-model"),
-    ],
-)
-def test_an_empty_argument_is_not_the_working_directory(arguments: list[str], name: str) -> None:
-    assert f"{name} '': the argument is empty" in fail(2, *arguments)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -183,66 +135,6 @@ def test_an_option_of_one_command_is_not_looked_for_in_another(
 # --- names that do not exist ---------------------------------------------------------------------
 
 
-_PROGRAM = """
-import contextlib, io, json, sys
-from fp8calib.cli.program import main
-for command in json.load(sys.stdin):
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        try:
-            main(command.split())
-        except SystemExit as leaving:
-            code = leaving.code
-    print(json.dumps([code, "torch" in sys.modules, told.getvalue()]))
-"""
-REFUSALS = [
-    ("verify x --scheme fp8", "--scheme fp8: unknown scheme", "fp8-static, fp8-dynamic or"),
-    ("quantize x --out o --scheme FP8-dynamc", "unknown scheme", "fp8-dynamic?"),
-    (
-        "quantize x --out o --scheme w8a16 --format autofp8",
-        "--format autofp8 cannot express --scheme w8a16",
-        "w8a16 can be written as compressed-tensors",
-    ),
-    (
-        "quantize x --out o --scheme w8a16 --layer-scheme a=fp8_block",
-        "--layer-scheme fp8_block: unknown scheme",
-        "fp8-block?",
-    ),
-    ("calibrate x --format rfc,kvoverlay", "--format kvoverlay: unknown", "kv-overlay?"),
-    ("extract-kv-scales --quantized-model x --model x --save-path o --source-dtype fnuz",
-     "--source-dtype fnuz: must be", "e4m3fnuz?"),
-    ("check x --engine vllm --engine sglan", "--engine sglan: unknown engine", "sglang?"),
-    ("check x --engine vllm==9.x", "--engine vllm==9.x: unknown version", "known versions"),
-    ("verify x --gate w8a", "--gate w8a: neither a gate (kv, w8a8) nor a file", "w8a8?"),
-]  # fmt: skip
-"""Commands, and what their messages and hints say."""
-
-
-@pytest.fixture(scope="module")
-def refusals() -> dict[str, list[object]]:
-    """Give the exit code of every command, whether torch was imported by then, and the message."""
-    commands = [command for command, _, _ in REFUSALS]
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(zip(commands, map(json.loads, done.stdout.splitlines()), strict=True))
-
-
-@pytest.mark.parametrize(("command", "message", "hint"), REFUSALS)
-def test_a_name_is_refused_before_torch_is_imported(
-    refusals: dict[str, list[object]], command: str, message: str, hint: str
-) -> None:
-    code, has_torch, told = refusals[command]
-    assert (code, has_torch) == (2, False)
-    error, hinted = str(told).splitlines()
-    assert message in error
-    assert hint in hinted
-
-
 def test_the_gates_of_the_options_are_those_that_there_are() -> None:
     assert set(GATE_NAMES) == set(GATES)
 
@@ -257,9 +149,3 @@ def test_suggestions() -> None:
         "a or b",
         "a, b or c",
     ]
-
-
-def test_several_values_of_an_option_are_its_repetition() -> None:
-    message = fail(2, *["verify", "m", "--data", "a", "b"])
-    assert "unexpected extra argument" in message
-    assert "an option takes one value: write it again for another" in message

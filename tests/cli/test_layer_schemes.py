@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests import zoo
-from tests.cli.program import Outcome, fail, succeed
+from tests.cli.program import fail, succeed
 from tests.plugins.gptq.test_checkpoints import command
 
 CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
@@ -19,11 +18,6 @@ OPTIONS = [part for pair in CHOICE.items() for part in ("--layer-scheme", "=".jo
 
 def round_mixed(folder: Path, out: str = "mixed") -> tuple[Any, ...]:
     return (*command(folder / "model", folder, "fp8-dynamic", out), *OPTIONS)
-
-
-@pytest.fixture
-def stats(calibrated: tuple[Path, Outcome]) -> Path:
-    return calibrated[0] / "stats.safetensors"
 
 
 def find_scheme(module: str) -> str:
@@ -58,25 +52,6 @@ def compare(folder: Path, count: int) -> None:
         assert names == {name for name in mixed if name.startswith(f"{module}.")}
         for name in names:
             assert torch.equal(mixed[name].float(), single[name].float()), name
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["*.o_proj"], "--layer-scheme *.o_proj: must be PATTERN=SCHEME"),
-        (["=w8a16"], "--layer-scheme =w8a16: must be PATTERN=SCHEME"),
-        (["*.o_proj=w8a16", "*.o_proj=fp8-block"], "--layer-scheme *.o_proj: is given twice"),
-        (["re:a=b=w8a16"], "--layer-scheme re:a=b: matches no module"),
-        (["*.o_proj=fp8-static"], "--layer-scheme *.o_proj=fp8-static: its input scales come"),
-    ],
-)
-def test_a_wrong_pattern_or_scheme_is_an_error_that_names_it(
-    options: list[str], says: str, model: Path, tmp_path: Path
-) -> None:
-    patterns = [part for text in options for part in ("--layer-scheme", text)]
-    made = ("quantize", model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
-    assert says in fail(2, *made)
-    assert not list(tmp_path.iterdir())
 
 
 # --- what reads the checkpoint --------------------------------------------------------------------

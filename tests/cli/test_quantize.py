@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,20 +20,6 @@ from tests.kit.checkpoints import change_tensors
 @pytest.fixture
 def stats(calibrated: tuple[Path, Outcome]) -> Path:
     return calibrated[0] / "stats.safetensors"
-
-
-@pytest.fixture
-def refused(tmp_path: Path, model: Path) -> Callable[..., str]:
-    """Quantize, require the exit code, and that nothing was written."""
-
-    def quantize(code: int, *options: object, source: Path = model) -> str:
-        out = () if "--out" in options else ("--out", tmp_path / "out")
-        before = snapshot(tmp_path)
-        text = fail(code, "quantize", source, *options, *out)
-        assert snapshot(tmp_path) == before
-        return text
-
-    return quantize
 
 
 @pytest.mark.parametrize(
@@ -130,14 +115,6 @@ def test_a_finished_output_is_left_alone_by_resume(model: Path, tmp_path: Path) 
     assert "not empty" in fail(2, *command)
     other = ("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
     assert "not empty" in fail(2, *other, "--resume")
-
-
-def test_statistics_of_another_model_are_refused(
-    refused: Callable[..., str], stats: Path, tmp_path: Path
-) -> None:
-    zoo.save("llama", tmp_path / "other", seed=3)
-    options = ("--scheme", "fp8-static", "--stats", stats)
-    assert "not the model" in refused(4, *options, source=tmp_path / "other")
 
 
 CALIBRATE = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--recipe", "w8a8-static")

@@ -82,15 +82,6 @@ def files(calibrated: tuple[Path, Outcome]) -> Path:
     return calibrated[0]
 
 
-@pytest.fixture(scope="session")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a model of the same shape with other weights."""
-    folder = tmp_path_factory.mktemp("other") / "tiny-llama"
-    zoo.save("llama", folder, seed=1)
-    save_tokenizer(folder)
-    return folder
-
-
 # --- what is printed and written ---------------------------------------------------------------
 
 
@@ -421,35 +412,6 @@ def test_a_layer_without_scales_is_emulated_at_one_as_the_engine_serves_it(
 
 
 # --- bad input ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["stats.safetensors", "kv-overlay", "rfc.tp2.json"])
-def test_what_was_measured_on_another_model_is_refused(
-    other: Path, held_out: Path, files: Path, name: str
-) -> None:
-    arguments = ("verify", other, "--data", held_out, *QUICK, "--scales", files / name)
-    message = fail(4, *arguments)
-    assert f"{files / name}: " in message
-    assert "of another model" in message
-    assert "different weights (" in message
-
-
-BAD_VALUES = {
-    "--scheme": ("int8", "fp8-static"),
-    "--rules": ("median", "amax,"),
-    "--fp8-dtype": ("e3m4",),
-    "--scales": ("", "two\nlines"),
-    "--dump": ("x" * 300, "/dev/full"),
-    "--report": ("/dev/full",),
-}
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [(name, value) for name, each in BAD_VALUES.items() for value in each]
-)
-def test_a_value_that_cannot_be_is_a_usage_error(refuse: Any, option: str, value: str) -> None:
-    message = refuse(2, option, value)
-    assert option in message or (value and value in message)
 
 
 @pytest.mark.parametrize("option", ["--dump", "--report"])

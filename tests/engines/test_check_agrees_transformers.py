@@ -42,8 +42,8 @@ pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
 
 PAIR = {"k_scale": [0.25], "v_scale": [0.3]}
-ROWS = json.loads(Path(__file__).with_name("kv_cases.json").read_text())
-HANDMADE, SCHEMES = ROWS["transformers"], ROWS["schemes of transformers"]
+_ROWS = json.loads(Path(__file__).with_name("kv_cases.json").read_text())
+HANDMADE, SCHEMES = _ROWS["transformers"], _ROWS["schemes of transformers"]
 KNOWN = {"ct": dict(PER_TENSOR), "per head": dict(PER_HEAD), "fp8": FP8}
 IN_MINUTES = [each for each in SCHEMES if {"strategy", "dynamic"} <= each.keys()]
 

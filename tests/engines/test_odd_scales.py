@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -98,10 +97,6 @@ def write_overlay(model: Path, out: Path, scales: Mapping[tuple[int, str], float
         config_groups={},
         ignore=[],
     )
-
-
-def ask(folder: Path) -> Any:
-    return fp8calib.check(folder, engine="vllm", read_weights=True)
 
 
 def test_reciprocals_are_not_called_swapped() -> None:

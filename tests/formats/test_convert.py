@@ -16,7 +16,6 @@ from tests.formats.handmade import make_attention, make_geometry
 
 FOUR_HEADS = make_geometry([make_attention(0, num_heads=8, num_kv_heads=4)])
 TWO_HEADS = make_geometry([make_attention(0)])
-LATENT = make_geometry([make_attention(0, kind="latent", num_kv_heads=1)])
 
 
 def _table(

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import ModelCompressor, NaiveQuantizationCompressor
+from compressed_tensors.compressors import NaiveQuantizationCompressor
 from compressed_tensors.quantization import (
     QuantizationArgs,
-    QuantizationConfig,
     QuantizationScheme,
-    apply_quantization_config,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import InputScaling
@@ -51,38 +49,6 @@ def _find_extremes(weight: torch.Tensor, strategy: str) -> tuple[torch.Tensor, t
     blocks = list(_blocks(weight))
     lowest = torch.stack([block.min() for block in blocks]).reshape(shape)
     return lowest, torch.stack([block.max() for block in blocks]).reshape(shape)
-
-
-def _quantize(model: PreTrainedModel, config: QuantizationConfig) -> None:
-    """Give every quantized linear the scales that compressed-tensors itself computes."""
-    apply_quantization_config(model, config)
-    for name, module in model.named_modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        if scheme is None:
-            continue
-        low, high = _find_extremes(module.weight.data, str(scheme.weights.strategy))
-        scale, _ = calculate_qparams(low, high, scheme.weights)
-        module.weight_scale.data.copy_(scale)
-        if hasattr(module, "input_scale"):
-            module.input_scale.data.fill_(0.25 + len(name) / 64)
-
-
-def _write(folder: Path, scheme: str, dtype: torch.dtype) -> Path:
-    weights, inputs, _ = SCHEMES[scheme]
-    model = build("llama", hidden_size=160, intermediate_size=288, head_dim=40).to(dtype)
-    group = QuantizationScheme(
-        targets=["Linear"],
-        weights=QuantizationArgs(**weights),
-        input_activations=None if inputs is None else QuantizationArgs(**inputs),
-    )
-    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
-    _quantize(model, config)
-    compressor = ModelCompressor.from_pretrained_model(model)
-    assert compressor is not None
-    compressor.compress_model(model)
-    model.save_pretrained(folder)
-    compressor.update_config(str(folder))
-    return folder
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

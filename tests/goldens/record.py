@@ -20,7 +20,7 @@ from safetensors import safe_open
 import fp8calib
 from tests.cli.program import Outcome, run
 from tests.doors import replace_amax
-from tests.goldens import drawn, foreign, refusals
+from tests.goldens import drawn, foreign
 from tests.goldens.models import EVERY_FAMILY, KINDS, make_amax, save, write_text
 from tests.kit.minutes import in_minutes
 
@@ -44,7 +44,7 @@ QUICK = ("--samples", 9, "--seq-len", 20, "--dtype", "float32", "--device", "cpu
 def list_cases() -> list[Any]:
     """List all cases: families, then groups of drawn checkpoints, half of them in minutes."""
     groups = [f"drawn-{group}" for group in range(drawn.NUM_GROUPS)]
-    return [*EVERY_FAMILY, *groups[::2], *in_minutes(*groups[1::2]), "foreign", "refusals"]
+    return [*EVERY_FAMILY, *groups[::2], *in_minutes(*groups[1::2]), "foreign"]
 
 
 def record(case: str) -> list[Entry]:
@@ -54,8 +54,6 @@ def record(case: str) -> list[Entry]:
             return list(_drawn(int(case.removeprefix("drawn-")), Path(folder)))
         if case == "foreign":
             return list(_foreign(Path(folder)))
-        if case == "refusals":
-            return list(refusals.record(Path(folder)))
         return list(_family(case, Path(folder)))
 
 

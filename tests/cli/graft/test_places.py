@@ -19,7 +19,7 @@ from tests.cli.graft.grafting import (
     stored_scales,
 )
 from tests.cli.program import succeed
-from tests.cli.quantized_children import BASE, set_method
+from tests.cli.quantized_children import BASE
 from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import WEIGHTS
 
@@ -63,17 +63,6 @@ def test_scales_are_replaced_only_on_request(
 
 
 # --- who has no place -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "mxfp4", "torchao"])
-def test_beside_other_methods_nobody_reads_scales(
-    refused: Refused, child: Path, method: str
-) -> None:
-    set_method(child, quant_method=method)
-    text = refused(7, child)
-    assert f"no server uses KV scales beside quant_method {method} in this model: vLLM 0.33" in text
-    assert "SGLang" in text
-    assert "compressed-tensors (which also stores INT4 and INT8 weights)" in text
 
 
 @pytest.mark.parametrize("is_quantized", [True, False])

@@ -16,32 +16,10 @@ from tests.cli.graft.grafting import (
     name_command,
 )
 from tests.cli.program import fail, succeed
-from tests.cli.quantized_children import BASE, NORM, QUANTIZED, save_fp4, save_int
+from tests.cli.quantized_children import BASE, QUANTIZED, save_fp4, save_int
 from tests.kit.checkpoints import change_config, change_tensors
 
 Refused = Callable[..., str]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"num_key_value_heads": 4}, "layer 0: KV heads is 4, not 2"),
-        ({"head_dim": 16}, "layer 0: size of a k head is 16, not 32"),
-        ({"num_hidden_layers": 1}, "its layers are 1, not 2"),
-        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type is mistr"),
-    ],
-)
-def test_another_shape_is_refused(
-    refused: Refused, child: Path, changes: dict[str, object], says: str
-) -> None:
-    change_config(child, lambda config: config.update(changes))
-    assert says in refused(4, child)
-
-
-@pytest.mark.parametrize("name", [NORM, "model.embed_tokens.weight"])
-def test_a_missing_norm_or_embedding_is_named(refused: Refused, child: Path, name: str) -> None:
-    change_tensors(child, lambda tensors: {n: t for n, t in tensors.items() if n != name})
-    assert f"it lacks {name}" in refused(4, child)
 
 
 def test_statistics_without_hashes_are_refused(
