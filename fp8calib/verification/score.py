@@ -150,9 +150,9 @@ def score(
         _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
     else:
         # most models fit into memory
-        from fp8calib.verification.score_streamed import StreamedLanes  # noqa: PLC0415
+        from fp8calib.verification.score_streamed import run_streamed  # noqa: PLC0415
 
-        StreamedLanes(model, models, batches, advance, vocab_size).run(add)
+        run_streamed(model, models, batches, advance, add, vocab_size)
     look()
     reference, *others = join_scores(scored)
     found = [each for _, each in models[1:]]

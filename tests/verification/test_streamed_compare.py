@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.layer_steps import LayerSteps
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
@@ -29,7 +30,6 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.score import Scores, score
-from fp8calib.verification.score_streamed import StreamedLanes
 from tests import zoo
 from tests.calibration.test_streamed import MODELS
 from tests.doors import make_plan, run_calibration
@@ -182,24 +182,25 @@ def test_candidates_begin_at_the_first_layer_that_they_change(
         }
         return {**parts, "nothing": Candidate(), "all": whole}
 
-    run: list[tuple[int, int]] = []
-    original = StreamedLanes._run_batch
+    run: dict[frozenset[Any], set[int]] = {}
+    original = LayerSteps.run_layer
 
-    def count(self: StreamedLanes, *args: Any) -> None:
-        run.append((args[1].number, args[2]))
-        original(self, *args)
+    def count(self: LayerSteps, index: int, batch: Any, cache: Any, *args: Any, **more: Any) -> Any:
+        run.setdefault(frozenset(cache._hooks._quantizers), set()).add(index)
+        return original(self, index, batch, cache, *args, **more)
 
     expected, _ = compare(folder, plan, streamed=False, choose=cut)
-    monkeypatch.setattr(StreamedLanes, "_run_batch", count)
+    monkeypatch.setattr(LayerSteps, "run_layer", count)
     found, _ = compare(folder, plan, streamed=True, choose=cut)
     require_same(expected, found)
     assert float(found.candidates["nothing"].klds.max()) == 0
-    layers = sorted({layer for _, layer in run})
-    for number, layer in enumerate(map(str, layers), start=1):
-        if layer in found.candidates:
-            assert {each for lane, each in run if lane == number} == {
-                each for each in layers if each >= int(layer)
-            }
+    layers = run[frozenset()]  # by the reference
+    seen = {
+        min(_layer_of(site.module) for site in sites): those
+        for sites, those in run.items()
+        if sites
+    }
+    assert seen == {first: {each for each in layers if each >= first} for first in seen}
 
 
 def _layer_of(module: str) -> int:
