@@ -19,7 +19,7 @@ from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.stored import CopiedParameter, find_clipped
+from fp8calib.verification.emulation.stored import StoredWeight, find_clipped
 from fp8calib.verification.emulation.weights import ScaleRange, WeightChange, changed_weights
 from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
@@ -301,7 +301,7 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
         before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
         with changed_weights(subject.model, changes, subject.originals, {}, {}):
             found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
-    copied = [each for each in changes if isinstance(each, CopiedParameter)]
+    copied = [each for each in changes if isinstance(each, StoredWeight) and each.scales is None]
     stack = "model.layers.1.mlp.experts.gate_up_proj"
     assert [parameter.name for each in copied for parameter in each.parameters] == [stack]
     rows = len(plain[name])

@@ -137,7 +137,7 @@ def _describe_other(
 ) -> WeightParameter | None:
     """Describe a parameter that belongs to no linear of a layer; None if that is not known."""
     module = source.model.get_submodule(name.rpartition(".")[0])
-    plain = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
+    plain = WeightParameter(name=name)
     if is_linear(module):
         return replace(plain, is_transposed=is_transposed(module))
     inside = matrices.get(source.single_tensors.get(name, ""), ())

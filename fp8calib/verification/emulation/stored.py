@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
+from types import SimpleNamespace
 
 import torch
 
@@ -47,8 +49,11 @@ def emulate_stored(
     tensor of a name differs from the unquantized model's.
     """
     model, folder, others = source.model, checkpoint.folder, dict(source.model.named_parameters())
-    limits = source.reading_from(ClipLimits(checkpoint))
-    weights: list[DequantizedWeight] = []
+    read = checkpoint.read_clip_limits  # merged and renamed as the weights are
+    limits = source.reading_from(
+        SimpleNamespace(folder=folder, tensors=checkpoint.tensors, read=read, read_rows=read)
+    )
+    weights: list[StoredWeight] = []
     for parameter in find_parameters(geometry, model):
         tensors = sorted(_list_tensors(parameter.name, source))
         unquantized = [name for name in tensors if name not in checkpoint.quantized]
@@ -59,7 +64,7 @@ def emulate_stored(
         others.pop(parameter.name, None)
         scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in tensors])
         weights.append(
-            DequantizedWeight(
+            StoredWeight(
                 parameters=(parameter,),
                 source=source,
                 fmt=checkpoint.fmt,
@@ -83,11 +88,8 @@ def emulate_stored(
         )
     changed = [name for name in inside if any(map(is_changed, _list_tensors(name, source)))]
     copied = [
-        CopiedParameter(
-            parameters=(WeightParameter(name=n, sites=(), is_transposed=False, num_experts=0),),
-            source=source,
-        )
-        for n in changed
+        StoredWeight(parameters=(WeightParameter(name=name),), source=source, fmt=checkpoint.fmt)
+        for name in changed
     ]
     notes = []
     quantized = sorted(
@@ -139,32 +141,47 @@ def _join_inputs(parameter: str, tensors: Iterable[str], checkpoint: Fp8Checkpoi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DequantizedWeight(WeightChange):
-    """A weight of an FP8 checkpoint, dequantized, with what `Fp8Checkpoint` does for an engine."""
+class StoredWeight(WeightChange):
+    """A weight of an FP8 checkpoint, dequantized, with what `Fp8Checkpoint` does for an engine.
+
+    Or an unquantized tensor that differs from the original model's: some tools fold factors into
+    norms and embeddings before they quantize (SmoothQuant).
+    """
 
     source: WeightSource
     fmt: Fp8Format
-    clip_limits: WeightSource
-    """The largest magnitude that the checkpoint can store for each element of a weight."""
-    scales: ScaleRange
+    clip_limits: WeightSource | None = None
+    """The largest magnitude that the checkpoint can store for each element; None: it is in 16 bits,
+    as in the next."""
+    scales: ScaleRange | None = None
     """The range of the checkpoint's scales."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
-        """Copy the stored weight over the values, expert by expert."""
+        """Copy the stored weight over the values, expert by expert; tell of it if it is FP8."""
         (parameter,), damage = self.parameters, []
-        for piece, stored, limits in zip(
-            parameter.pieces(values[parameter.name]),
-            parameter.read_pieces(self.source),
-            parameter.read_pieces(self.clip_limits),
-            strict=True,
-        ):
-            found = stored.to(piece.device)
-            _require_shape(parameter.name, piece, found)
-            became = found.float() if self.again is None else self.again.fake(found).values
-            clipped = find_clipped(piece, found, limits.to(piece.device), self.fmt)
-            damage.append(measure_damage(piece, FakeQuantized(became, clipped)))
+        limits: Iterator[torch.Tensor | None] = repeat(None)
+        if self.clip_limits is not None:
+            limits = iter(parameter.read_pieces(self.clip_limits))
+        pieces = parameter.pieces(values[parameter.name])
+        for piece, stored in zip(pieces, parameter.read_pieces(self.source), strict=True):
+            if piece.shape != stored.shape:
+                raise ModelError(
+                    f"{parameter.name} is {list(stored.shape)} in the FP8 checkpoint and "
+                    f"{list(piece.shape)} in the model",
+                    hint="name the model that the checkpoint was made from",
+                )
+            found = became = stored.to(piece.device)
+            if (limit := next(limits)) is not None:
+                became = found.float() if self.again is None else self.again.fake(found).values
+                clipped = find_clipped(piece, found, limit.to(piece.device), self.fmt)
+                damage.append(measure_damage(piece, FakeQuantized(became, clipped)))
             piece.copy_(became)
-        yield parameter, sum_damage(damage), self.scales
+        if self.scales is not None:
+            yield parameter, sum_damage(damage), self.scales
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read some rows, for callers that hold only part of an embedding."""
+        return self.source.read_rows(self.parameters[0].name, start, stop)
 
 
 def find_clipped(
@@ -187,54 +204,3 @@ def find_clipped(
         return None
     at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK
     return beyond & (found.abs() >= limits * at_the_end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiedParameter(WeightChange):
-    """An unquantized tensor of an FP8 checkpoint that differs from the original model's.
-
-    Some tools fold factors into norms and embeddings before they quantize (SmoothQuant).
-    """
-
-    source: WeightSource
-
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
-        """Copy the tensor, which is not quantized: there is nothing to tell."""
-        (parameter,) = self.parameters
-        found = self.source.read(parameter.name)
-        _require_shape(parameter.name, values[parameter.name], found)
-        values[parameter.name].copy_(found)
-        return iter(())
-
-    def read_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read some rows, for callers that hold only part of an embedding."""
-        return self.source.read_rows(self.parameters[0].name, start, stop)
-
-
-def _require_shape(name: str, own: torch.Tensor, found: torch.Tensor) -> None:
-    if own.shape != found.shape:
-        raise ModelError(
-            f"{name} is {list(found.shape)} in the FP8 checkpoint and {list(own.shape)} in the "
-            "model",
-            hint="name the model that the checkpoint was made from",
-        )
-
-
-class ClipLimits:
-    """A tensor source that reads `Fp8Checkpoint.read_clip_limits` in place of weights.
-
-    So a `WeightSource` merges and renames the limits as it does the weights.
-    """
-
-    def __init__(self, checkpoint: Fp8Checkpoint) -> None:
-        self.folder = checkpoint.folder
-        self.tensors = checkpoint.tensors
-        self._checkpoint = checkpoint
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read the limit of every element of an FP8 weight: fp32."""
-        return self._checkpoint.read_clip_limits(name)
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the limits of some rows."""
-        return self._checkpoint.read_clip_limits(name, start, stop)

@@ -28,11 +28,11 @@ class WeightParameter:
     """A parameter that holds the weight of one linear, or of one projection of all experts."""
 
     name: str
-    sites: tuple[Site, ...]
-    """One, or gate's and up's of experts, which share a parameter."""
-    is_transposed: bool
+    sites: tuple[Site, ...] = ()
+    """One, or gate's and up's of experts, which share a parameter; none if no hook sees inputs."""
+    is_transposed: bool = False
     """[in, out] (Conv1D, some experts) where Linear has [out, in]."""
-    num_experts: int
+    num_experts: int = 0
     num_parts: int = 1
     """How many matrices of the checkpoint its rows hold (gate and up of an expert), each with
     blocks of its own."""
