@@ -122,11 +122,7 @@ def build_scheme(
     *,
     ignore: Sequence[str] = (),
 ) -> Candidate:
-    """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`.
-
-    Raises:
-        UsageError: the scheme needs statistics, and there are none.
-    """
+    """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
     # most candidates have no scheme
     from fp8calib.quantization.calibrated_scales import InputScales  # noqa: PLC0415
     from fp8calib.quantization.select import find_selection  # noqa: PLC0415

@@ -35,9 +35,6 @@ def open_lm_head(model: PreTrainedModel) -> Iterator[Callable[[torch.Tensor], to
     images (BLIP-2), scaling and soft caps included, so no knowledge of the
     architecture is needed: while the context is open, the text decoder is replaced by one that
     returns the given hidden states.
-
-    Raises:
-        VerificationError: nothing around the decoder takes text alone.
     """
     path, decoder = find_text_decoder(model)
     owner = _find_owner(model, path)

@@ -48,9 +48,6 @@ def plan_verification(
         always_streams: why it is streamed in any case.
         cannot_stream: raised where it would be streamed.
         may_share: let candidates share a batch with the unquantized model, where a GPU has room.
-
-    Raises:
-        UsageError: it fits in neither way, or `cannot_stream`.
     """
     if model.is_placed:
         return MemoryPlan()

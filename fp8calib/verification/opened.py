@@ -67,20 +67,11 @@ def make_candidates(
 ) -> tuple[list[Candidate], list[Candidate], dict[str, Fp8CalibError]]:
     """Read and make candidates; give the faults of those that are left out.
 
-    Without any that quantizes weights, scale 1.0 is one more.
-
-    Args:
-        target: the unquantized model, and how candidates are emulated.
-        scales: statistics, scales and FP8 checkpoints.
-        scheme: the scheme of weights and inputs that statistics are for; None for the KV cache.
-        plain_caches: the layers whose KV cache stays in 16 bits.
+    Statistics are for the weights and inputs of `scheme`, or for the KV cache, which stays in 16
+    bits in the layers of `plain_caches`. If no candidate is left, the fault of the first is raised.
 
     Returns:
-        Those of `scales`; those and the other ones; faults by name.
-
-    Raises:
-        UsageError: a scheme needs statistics.
-        ModelError | VerificationError: no candidate is left: the fault of the first.
+        Those of `scales`; those, a scheme without statistics, and scale 1.0; faults by name.
     """
     opened: list[Candidate] = []
     others: list[Candidate] = []
@@ -126,11 +117,7 @@ def make_rules(
     opened: Sequence[Candidate],
     plain_caches: Collection[int],
 ) -> Mapping[str, Candidate]:
-    """Make a candidate for each rule, from the first statistics.
-
-    Raises:
-        UsageError: no candidate has statistics.
-    """
+    """Make a candidate for each rule, from the first statistics."""
     first = next((each for each in opened if each.stats is not None), None)
     found = {}
     for rule in rules:
@@ -163,16 +150,9 @@ def open_candidate(
 ) -> Candidate:
     """Read what is compared with the model, check that it belongs to it, and emulate it.
 
-    Args:
-        given: statistics, or a path: of a stats file, of the output folder of a calibration, of
-            scales of any dialect, or of an FP8 checkpoint, which is read as the engine reads it.
-        target: the unquantized model.
-        name: that of statistics in memory.
-        scheme: the scheme of weights and inputs that statistics are for; None for the KV cache.
-
-    Raises:
-        UsageError: the path does not exist, or `scheme` is given and no statistics are.
-        ModelError: the scales or statistics are not valid, or of another model.
+    It is statistics, called `name`, or a path: of a stats file, of the output folder of a
+    calibration, of scales of any dialect, or of an FP8 checkpoint, which is read as the engine
+    reads it. Statistics are for the weights and inputs of `scheme`, or for the KV cache.
     """
     if isinstance(given, CalibrationStats):
         return _open_stats(name, given, target, scheme)

@@ -94,9 +94,6 @@ def score(
             model are kept (`TokenScores.watched`).
         shares_batch: run the unquantized model and the candidates that `can_share` in one batch,
             if the model is whole. Their rounding then differs.
-
-    Raises:
-        VerificationError: a model gives NaN or inf; the message names it and the sample.
     """
     layers = 0 if isinstance(model, PreparedModel) else len(model.geometry.layers)
     if stage:

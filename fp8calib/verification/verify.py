@@ -158,12 +158,7 @@ class Verified:
 def run_verification(
     asked: Verification, model: PreparedModel | StreamedModel, progress: Progress
 ) -> Verified:
-    """Compare the unquantized model with every candidate; `progress` hears of tokens.
-
-    Raises:
-        CalibrationError: a forward pass failed.
-        VerificationError: a model gives NaN or inf, or weights cannot be replaced.
-    """
+    """Compare the unquantized model with every candidate; `progress` hears of tokens."""
     started = time.monotonic()
     while True:
         hooks = MeasurementHooks(asked.candidates)

@@ -45,17 +45,9 @@ def emulate_planned(
     """Emulate the parameters of a model that are made from the tensors that a plan quantizes.
 
     Fused groups of the decoder layers come first, then what no hook sees the inputs of: linears
-    outside the layers, experts that multiply by their weights themselves.
-
-    Args:
-        settings: the plan's; weights that engines fuse share their scales.
-        selection: the plan's, which may also be one that `quantize` refuses.
-        geometry: of the model.
-        source: reads the checkpoint that `selection` was made for; its model may be without
-            weights.
-        numerics: how the engine computes that loads the checkpoint.
-        fmt: of the weights and their inputs.
-        scale_input: gives the static scale of a linear's input; None where no engine needs one.
+    outside the layers, experts that multiply by their weights themselves. Weights that engines fuse
+    share their scales. `selection`, made for the checkpoint of `source`, may also be one that
+    `quantize` refuses; `scale_input` gives the static scale of a linear's input.
     """
     if selection.refusal is not None and not (selection.quantized or selection.unsplit):
         raise selection.refusal

@@ -181,9 +181,6 @@ def changed_weights(
 
     At the end, the unquantized weights are read again from `originals`; with `keeps` they are
     copied on their device before. `damage` and `scales` receive those of each weight (`Changed`).
-
-    Raises:
-        VerificationError: a weight is offloaded, so it cannot be replaced.
     """
     values = {name: parameter.data for name, parameter in model.named_parameters()}
     touched: list[WeightParameter] = []

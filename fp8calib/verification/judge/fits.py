@@ -120,16 +120,10 @@ def assess_need(
     added: PairedResult | None,
     removed: Sequence[PairedResult],
 ) -> KvNeed:
-    """Answer whether scales are needed.
+    """Answer whether scales are needed, by the fields of `KvNeed`; `losing` lose at scale 1.0.
 
     If no site loses at scale 1.0, they are not, whatever the divergences are. If scale 1.0 destroys
     a site that a fitted scale keeps, they are. Otherwise the paired divergence decides.
-
-    Args:
-        losing: the sites that lose at scale 1.0, the largest loss first.
-        fp8: what FP8 costs with scales that fit: the mean divergence, and its standard error.
-        added: scale 1.0 against such scales; None if they were not run.
-        removed: candidates with KV scales against scale 1.0.
     """
     told = PairedAnswer.CANNOT_TELL if added is None else added.answer
     answer: Literal["yes", "no", "cannot-tell"] = "no"

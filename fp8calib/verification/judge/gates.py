@@ -69,11 +69,7 @@ _FILE_HINT = (
 
 
 def load_gate(text: str) -> Gate:
-    """Find a gate by name, or read one from a YAML or JSON file.
-
-    Raises:
-        UsageError: neither, or the file holds no gate.
-    """
+    """Find a gate by name, or read one from a YAML or JSON file."""
     if text in GATES:
         return GATES[text]
     path = Path(text)

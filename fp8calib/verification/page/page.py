@@ -89,9 +89,6 @@ def write_page(
     """Write the page atomically.
 
     `command` is the one that the conclusion asks for, `gate` the one that was asked for.
-
-    Raises:
-        ExportError: the file cannot be written.
     """
     page = render_page(report, command=command, gate=gate)
     # Names of files that are not UTF-8 are surrogates here.
