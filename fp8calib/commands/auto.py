@@ -22,7 +22,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.text import Answer, Block, Line, Table
-from fp8calib.verification.figures import format_mean_kld, format_ratio
+from fp8calib.verification.tables import format_mean_kld, format_ratio
 
 if TYPE_CHECKING:
     from fp8calib.commands.verify_run import VerifyResult

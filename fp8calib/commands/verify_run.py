@@ -38,16 +38,15 @@ from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.opened import find_candidate
-from fp8calib.verification.report import (
-    SCALE_ONE,
-    Remedy,
-    RunProvenance,
-    Verdict,
-    VerifyReport,
+from fp8calib.verification.report import SCALE_ONE, Remedy, RunProvenance, Verdict, VerifyReport
+from fp8calib.verification.tables import (
     candidates_table,
     describe_pair,
+    join_readers,
+    list_shown_pairs,
+    rules_table,
+    sites_table,
 )
-from fp8calib.verification.tables import join_readers, list_shown_pairs, rules_table, sites_table
 from fp8calib.verification.verify import (
     Verification,
     Verified,

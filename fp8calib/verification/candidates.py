@@ -127,7 +127,7 @@ def build_scheme(
     from fp8calib.quantization.calibrated_scales import InputScales  # noqa: PLC0415
     from fp8calib.quantization.select import find_selection  # noqa: PLC0415
     from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
-    from fp8calib.verification.emulation.planned import emulate_planned  # noqa: PLC0415
+    from fp8calib.verification.emulation.linears import emulate_planned  # noqa: PLC0415
 
     found, fmt = find_scheme(scheme), target.fmt
     if found.has_static_inputs and stats is None:

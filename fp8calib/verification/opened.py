@@ -296,7 +296,7 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     # most candidates change no weights
     from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint  # noqa: PLC0415
     from fp8calib.formats.fp8.compressed_tensors import require_format  # noqa: PLC0415
-    from fp8calib.verification.emulation.stored import (  # noqa: PLC0415
+    from fp8calib.verification.emulation.linears import (  # noqa: PLC0415
         emulate_stored,
         list_embedding_and_head,
     )

@@ -14,8 +14,6 @@ from pydantic import Field, computed_field
 
 from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.text import Cell, Table
-from fp8calib.verification.figures import format_kld, format_mean_kld, format_ratio, format_share
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
@@ -356,62 +354,3 @@ class VerifyReport(Frozen):
             "comparisons": tuple(pair for pair in self.comparisons if pair.base != SCALE_ONE),
         }
         return self.model_copy(update=kept)
-
-
-def candidates_table(report: VerifyReport, *, best: str = "") -> Table:
-    """Make the table of candidates; `best` is marked.
-
-    Verdicts have a column only with a gate that was asked for.
-    """
-    rows: list[list[str | Cell]] = [
-        [
-            Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
-            Cell(
-                each.verdict.value,
-                aside=f"{each.verdict_why} ({each.gate} gate)",
-                kind=each.verdict,
-            ),
-            format_mean_kld(each.kld_mean, each.kld_se),
-            format_kld(each.kld_p99),
-            format_ratio(each.ppl_ratio, each.ppl_ratio_se),
-            format_share(each.top1_agreement),
-        ]
-        for each in report.candidates
-    ]
-    for refused in report.refused:
-        why = Cell("refused", aside=refused.reason, kind="refused")
-        rows.append([Cell(refused.name, kind="name"), why, *["-"] * 4])
-    columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "same token"]
-    title = "* the one to use" if best else ""
-    table = Table(title=title, columns=columns, rows=rows, words=(0, 1))
-    return table if report.has_gate or report.refused else table.without("verdict")
-
-
-def format_difference(paired: PairedResult) -> str:
-    """Format a difference of divergences with its sign and its standard error."""
-    sign, unknown = "+" if paired.difference >= 0 else "-", ", error unknown" * (paired.se is None)
-    return f"{sign}{format_kld(abs(paired.difference), paired.se)}{unknown}"
-
-
-def describe_pair(paired: PairedResult) -> str:
-    """Describe what a comparison tells, as the predicate of the candidate."""
-    if paired.difference == 0 and paired.se == 0:
-        return "has the same KLD in every sequence"
-    words = {
-        PairedAnswer.BETTER: "is better",
-        PairedAnswer.WORSE: "is worse",
-        PairedAnswer.NO_DIFFERENCE: "makes no difference",
-        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
-    }
-    told = words[paired.answer]
-    has_few = paired.se is not None and abs(paired.difference) > 2 * paired.se
-    if has_few and paired.answer is PairedAnswer.CANNOT_TELL:
-        told = "may differ, which so few sequences cannot tell"
-    return f"{told} (KLD {format_difference(paired)}{tell_more(paired)})"
-
-
-def tell_more(paired: PairedResult) -> str:
-    """Say how many tokens would tell, to two digits; empty if it is told, or unknown."""
-    if paired.tokens_to_tell is None:
-        return ""
-    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would tell"

@@ -24,8 +24,11 @@ from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.stored import StoredWeight
-from fp8calib.verification.emulation.weights import WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import (
+    StoredWeight,
+    WeightChange,
+    changed_weights,
+)
 from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.token_scores import Logits
 

@@ -1,21 +1,117 @@
-"""The tables of a verification, as a terminal and the page show them."""
+"""Figures, comparisons and tables of a verification as a terminal and the page show them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.text import Cell, Table
-from fp8calib.verification.figures import format_db, format_kld, format_mean_kld, format_ratio
 from fp8calib.verification.judge.fits import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
     LayerResult,
+    PairedAnswer,
     PairedResult,
     RuleResult,
     VerifyReport,
-    describe_pair,
 )
+
+_SMALLEST_FIXED_KLD = 0.001
+
+
+def format_mean_kld(kld: float | None, se: float | None) -> str:
+    """Format a mean divergence with its standard error, `?` if that is unknown."""
+    return format_kld(kld, se) + (" ± ?" if kld is not None and se is None else "")
+
+
+def format_kld(kld: float | None, se: float | None = None) -> str:
+    """Format a divergence with at least two significant digits; `-` if it is unknown."""
+    if kld is None:
+        return "-"
+    if kld and abs(kld) < _SMALLEST_FIXED_KLD and (not se or se < _SMALLEST_FIXED_KLD / 10):
+        return f"{kld:.2e}" + ("" if se is None else f" ± {se:.1e}")
+    # With four decimals, or as many as give the standard error one significant digit.
+    decimals = min(max(4, -math.floor(math.log10(se))), 9) if se else 4
+    return f"{kld:.{decimals}f}" + ("" if se is None else f" ± {se:.{decimals}f}")
+
+
+def format_db(value: float | None) -> str:
+    """Format a ratio in dB; `-` if nothing was lost or the tensor was all zeros."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def format_ratio(ratio: float, error: float | None) -> str:
+    """Format a perplexity ratio with its standard error, `?` if that is unknown."""
+    shown = "?" if error is None else f"{error:.4f}"
+    return f"{ratio:.3g}" if ratio >= 1e5 else f"{ratio:.4f} ± {shown}"
+
+
+def format_share(share: float | None) -> str:
+    """Format a share; `-` if unknown."""
+    return "-" if share is None else f"{share:.2%}"
+
+
+def format_difference(paired: PairedResult) -> str:
+    """Format a difference of divergences with its sign and its standard error."""
+    sign, unknown = "+" if paired.difference >= 0 else "-", ", error unknown" * (paired.se is None)
+    return f"{sign}{format_kld(abs(paired.difference), paired.se)}{unknown}"
+
+
+def describe_pair(paired: PairedResult) -> str:
+    """Describe what a comparison tells, as the predicate of the candidate."""
+    if paired.difference == 0 and paired.se == 0:
+        return "has the same KLD in every sequence"
+    words = {
+        PairedAnswer.BETTER: "is better",
+        PairedAnswer.WORSE: "is worse",
+        PairedAnswer.NO_DIFFERENCE: "makes no difference",
+        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
+    }
+    told = words[paired.answer]
+    has_few = paired.se is not None and abs(paired.difference) > 2 * paired.se
+    if has_few and paired.answer is PairedAnswer.CANNOT_TELL:
+        told = "may differ, which so few sequences cannot tell"
+    return f"{told} (KLD {format_difference(paired)}{tell_more(paired)})"
+
+
+def tell_more(paired: PairedResult) -> str:
+    """Say how many tokens would tell, to two digits; empty if it is told, or unknown."""
+    if paired.tokens_to_tell is None:
+        return ""
+    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would tell"
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def candidates_table(report: VerifyReport, *, best: str = "") -> Table:
+    """Make the table of candidates; `best` is marked.
+
+    Verdicts have a column only with a gate that was asked for.
+    """
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
+            Cell(
+                each.verdict.value,
+                aside=f"{each.verdict_why} ({each.gate} gate)",
+                kind=each.verdict,
+            ),
+            format_mean_kld(each.kld_mean, each.kld_se),
+            format_kld(each.kld_p99),
+            format_ratio(each.ppl_ratio, each.ppl_ratio_se),
+            format_share(each.top1_agreement),
+        ]
+        for each in report.candidates
+    ]
+    for refused in report.refused:
+        why = Cell("refused", aside=refused.reason, kind="refused")
+        rows.append([Cell(refused.name, kind="name"), why, *["-"] * 4])
+    columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "same token"]
+    title = "* the one to use" if best else ""
+    table = Table(title=title, columns=columns, rows=rows, words=(0, 1))
+    return table if report.has_gate or report.refused else table.without("verdict")
 
 
 def sites_table(

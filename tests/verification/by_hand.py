@@ -43,8 +43,7 @@ from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.planned import emulate_planned
-from fp8calib.verification.emulation.stored import emulate_stored
+from fp8calib.verification.emulation.linears import emulate_planned, emulate_stored
 from fp8calib.verification.score import Scores, score
 
 LARGEST = {

@@ -33,8 +33,8 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
     WorstText,
-    candidates_table,
 )
+from fp8calib.verification.tables import candidates_table
 from tests.kit.reports import make_candidate, make_layer, make_small
 from tests.verification.sample_report import make_report
 

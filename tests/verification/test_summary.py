@@ -11,14 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.judge.gates import GATES, judge
-from fp8calib.verification.report import (
-    PairedAnswer,
-    PairedResult,
-    Verdict,
-    format_difference,
-)
+from fp8calib.verification.report import PairedAnswer, PairedResult, Verdict
 from fp8calib.verification.summary import (
     MARGIN,
     compare_paired,
@@ -27,6 +21,7 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
+from fp8calib.verification.tables import format_difference, format_kld, format_mean_kld
 from fp8calib.verification.token_scores import TokenScores
 
 

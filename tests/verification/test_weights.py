@@ -19,8 +19,13 @@ from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.stored import StoredWeight, find_clipped
-from fp8calib.verification.emulation.weights import ScaleRange, WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import (
+    ScaleRange,
+    StoredWeight,
+    WeightChange,
+    changed_weights,
+    find_clipped,
+)
 from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config

@@ -24,7 +24,6 @@ from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
 from fp8calib.verification.judge.decide import get_kld
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.report import (
@@ -33,8 +32,8 @@ from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
     Verdict,
-    describe_pair,
 )
+from fp8calib.verification.tables import describe_pair, format_mean_kld, format_ratio, format_share
 from fp8calib.verification.verify import Verification
 
 FP8_TYPES = ("fp8", "fp8_e4m3")

@@ -34,11 +34,10 @@ from fp8calib.plugins.plan.report import CHOSEN, PlanResult, make_report
 from fp8calib.plugins.plan.request import RULES, PlanRequest
 from fp8calib.plugins.plan.search import Search
 from fp8calib.text import Answer, Block, Cell, Line, Table
-from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.opened import require_head
 from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_curve, place_chart
 from fp8calib.verification.page.page import PageSection, render
-from fp8calib.verification.report import describe_pair
+from fp8calib.verification.tables import describe_pair, format_kld, format_mean_kld
 
 PAGE_NAME = "plan.html"
 _SHOWN = 24

@@ -21,9 +21,9 @@ from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
 from fp8calib.plugins.plan.search import Group, Search, Tried
-from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import PairedResult, RunProvenance
 from fp8calib.verification.summary import compare_paired, summarize
+from fp8calib.verification.tables import format_mean_kld
 
 CHOSEN = "plan"
 _FIGURES = ("kld_mean", "kld_se", "ppl_ratio", "ppl_ratio_se")

@@ -26,13 +26,13 @@ from fp8calib.plugins.server.result import (
     UnquantizedServer,
 )
 from fp8calib.plugins.server.sentences import describe_diagnosis
-from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.summary import (
     Summary,
     average,
     bounded_exp,
     summarize_logprobs,
 )
+from fp8calib.verification.tables import format_mean_kld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ import torch
 
 from fp8calib.plugins.server.answers import ServerScores
 from fp8calib.plugins.server.result import ServerDecodeResult
-from fp8calib.verification.report import PairedAnswer, PairedResult, tell_more
+from fp8calib.verification.report import PairedAnswer, PairedResult
 from fp8calib.verification.summary import compare_paired
+from fp8calib.verification.tables import tell_more
 
 ROUNDING_RMS = 0.05
 """Root mean square, in nats, of differences that count as rounding: kernels that decode sum in

@@ -9,9 +9,10 @@ from fp8calib.model.shapes import Role
 from fp8calib.plugins.server.result import ServedResult
 from fp8calib.plugins.server.served_hooks import ServedHooks, find_decoded
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.report import PairedAnswer, describe_pair
+from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.score import Scores
 from fp8calib.verification.summary import average, compare_paired
+from fp8calib.verification.tables import describe_pair
 from fp8calib.verification.token_scores import select_lengths
 
 _AS_PROMPT = "a prompt"

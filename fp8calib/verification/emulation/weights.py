@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import NamedTuple, Self
 
 import torch
 from torch import nn
 
-from fp8calib.errors import VerificationError, cut_list
+from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
@@ -18,9 +19,12 @@ from fp8calib.model.topology import find_text_decoder, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.encode import scale_of
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
+
+_SLACK = 2.0**-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +138,72 @@ class Requantized(WeightChange):
             exact = (piece.to(value.device, torch.float32) for piece in read)
         for one, other in zip(pieces, exact, strict=True):
             yield (one.T, other.T) if parameter.is_transposed else (one, other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight(WeightChange):
+    """A weight of an FP8 checkpoint, dequantized, with what `Fp8Checkpoint` does for an engine.
+
+    Or an unquantized tensor that differs from the original model's: some tools fold factors into
+    norms and embeddings before they quantize (SmoothQuant).
+    """
+
+    source: WeightSource
+    fmt: Fp8Format
+    clip_limits: WeightSource | None = None
+    """The largest magnitude that the checkpoint can store for each element; None: it is in 16 bits,
+    as in the next."""
+    scales: ScaleRange | None = None
+    """The range of the checkpoint's scales."""
+
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
+        """Copy the stored weight over the values, expert by expert; tell of it if it is FP8."""
+        (parameter,), damage = self.parameters, []
+        limits: Iterator[torch.Tensor | None] = repeat(None)
+        if self.clip_limits is not None:
+            limits = iter(parameter.read_pieces(self.clip_limits))
+        pieces = parameter.pieces(values[parameter.name])
+        for piece, stored in zip(pieces, parameter.read_pieces(self.source), strict=True):
+            if piece.shape != stored.shape:
+                raise ModelError(
+                    f"{parameter.name} is {list(stored.shape)} in the FP8 checkpoint and "
+                    f"{list(piece.shape)} in the model",
+                    hint="name the model that the checkpoint was made from",
+                )
+            found = became = stored.to(piece.device)
+            if (limit := next(limits)) is not None:
+                became = found.float() if self.again is None else self.again.fake(found).values
+                clipped = find_clipped(piece, found, limit.to(piece.device), self.fmt)
+                damage.append(measure_damage(piece, FakeQuantized(became, clipped)))
+            piece.copy_(became)
+        if self.scales is not None:
+            yield parameter, sum_damage(damage), self.scales
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read some rows, for callers that hold only part of an embedding."""
+        return self.source.read_rows(self.parameters[0].name, start, stop)
+
+
+def find_clipped(
+    exact: torch.Tensor, found: torch.Tensor, limits: torch.Tensor, fmt: Fp8Format
+) -> torch.Tensor | None:
+    """Find the elements that an FP8 checkpoint clipped: too large, and stored as its largest code.
+
+    Args:
+        exact: the unquantized weight, which may have been rounded to its dtype from a finer one.
+        found: the same weight in the checkpoint; a shared scale may have moved it by half a step.
+        limits: the largest magnitude that the checkpoint can store for each element.
+        fmt: the format.
+
+    Returns:
+        As `FakeQuantized.clips`: bool; None if nothing is clipped.
+    """
+    rounding = 1 + torch.finfo(exact.dtype).eps / 2
+    beyond = exact.abs().float() > limits * rounding
+    if not bool(beyond.any()):
+        return None
+    at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK
+    return beyond & (found.abs() >= limits * at_the_end)
 
 
 def explain_inputs(parameters: Sequence[str]) -> str:

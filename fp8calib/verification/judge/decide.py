@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.errors import cut_list, format_ranges
-from fp8calib.verification.figures import format_mean_kld, format_ratio
 from fp8calib.verification.judge.fits import LEAST_DB, list_losing, list_unfit
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -18,8 +17,12 @@ from fp8calib.verification.report import (
     Remedy,
     Verdict,
     VerifyReport,
+)
+from fp8calib.verification.tables import (
     describe_pair,
     format_difference,
+    format_mean_kld,
+    format_ratio,
     tell_more,
 )
 

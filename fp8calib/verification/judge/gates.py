@@ -10,9 +10,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
-from fp8calib.verification.figures import format_mean_kld, format_ratio
 from fp8calib.verification.report import Verdict
 from fp8calib.verification.summary import Summary, t_quantile
+from fp8calib.verification.tables import format_mean_kld, format_ratio
 
 _LEAST_MARGIN = 0.01
 _LEAST_CLUSTERS = 8

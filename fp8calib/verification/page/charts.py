@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import HistogramResult
+from fp8calib.verification.tables import format_mean_kld
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, FLOOR = 56, 432, 24, 192

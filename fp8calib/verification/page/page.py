@@ -15,7 +15,6 @@ from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.errors import name_ranges
 from fp8calib.text import Table
 from fp8calib.verification import tables
-from fp8calib.verification.figures import format_db, format_kld, format_mean_kld, format_ratio
 from fp8calib.verification.judge.fits import LEAST_DB, list_unfit
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.page import charts
@@ -26,8 +25,8 @@ from fp8calib.verification.report import (
     RunProvenance,
     Verdict,
     VerifyReport,
-    candidates_table,
 )
+from fp8calib.verification.tables import format_db, format_kld, format_mean_kld, format_ratio
 
 _TITLE = "FP8 verification of "
 _BADGES = {
@@ -112,7 +111,7 @@ def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = 
         details=report.decision.details.splitlines(),
         warnings=report.warnings,
         command=command,
-        first=candidates_table(report),
+        first=tables.candidates_table(report),
         badges=_BADGES,
         run=(
             f"{report.engine_version or report.engine}, emulated",
