@@ -17,6 +17,8 @@ from fp8calib.numerics.schemes import Granularity
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
+LEAST_DB = 15.0
+"""Half of the SQNR, in dB, that e4m3 has with a scale that fits."""
 
 
 class Verdict(StrEnum):

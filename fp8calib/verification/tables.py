@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.text import Cell, Table
-from fp8calib.verification.judge.fits import LEAST_DB
 from fp8calib.verification.report import (
+    LEAST_DB,
     SCALE_ONE,
     LayerResult,
     PairedAnswer,

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.errors import cut_list, format_ranges
-from fp8calib.verification.judge.fits import LEAST_DB, list_losing, list_unfit
+from fp8calib.verification.judge.fits import list_losing, list_unfit
 from fp8calib.verification.report import (
+    LEAST_DB,
     SCALE_ONE,
     CandidateResult,
     Decision,

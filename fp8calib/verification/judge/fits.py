@@ -7,10 +7,8 @@ from statistics import fmean, median_high
 from typing import Literal
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
-from fp8calib.verification.report import KvNeed, LayerResult, PairedAnswer, PairedResult
+from fp8calib.verification.report import LEAST_DB, KvNeed, LayerResult, PairedAnswer, PairedResult
 
-LEAST_DB = 15.0
-"""Half of the SQNR, in dB, that e4m3 has with a scale that fits."""
 CLIPPED = 1e-3
 """If a larger share of the values is clipped, the scale is too small, whatever the SQNR."""
 MOST_FLUSHED = 0.01

@@ -15,11 +15,12 @@ from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.errors import name_ranges
 from fp8calib.text import Table
 from fp8calib.verification import tables
-from fp8calib.verification.judge.fits import LEAST_DB, list_unfit
+from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.page import charts
 from fp8calib.verification.page.charts import Curve, Figure, Point, Style
 from fp8calib.verification.report import (
+    LEAST_DB,
     SCALE_ONE,
     LayerResult,
     RunProvenance,
