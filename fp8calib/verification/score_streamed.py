@@ -25,7 +25,7 @@ from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.weights import (
-    StoredWeight,
+    HeldWeight,
     WeightChange,
     changed_weights,
 )
@@ -57,7 +57,7 @@ class _Lane:
             if (index := next(inside, None)) is not None:
                 self.by_layer[index].append(change)
             elif (embedding := streamed.embeddings.get(name)) is not None:
-                assert isinstance(change, StoredWeight)  # noqa: S101 -- no scheme quantizes it
+                assert isinstance(change, HeldWeight)  # noqa: S101 -- no scheme quantizes it
                 try:
                     self.rows.append((embedding, embedding.read_others(change.read_rows)))
                 except (IndexError, RuntimeError) as error:

@@ -20,8 +20,8 @@ from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.weights import (
+    HeldWeight,
     ScaleRange,
-    StoredWeight,
     WeightChange,
     changed_weights,
     find_clipped,
@@ -306,7 +306,7 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
         before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
         with changed_weights(subject.model, changes, subject.originals, {}, {}):
             found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
-    copied = [each for each in changes if isinstance(each, StoredWeight) and each.scales is None]
+    copied = [each for each in changes if isinstance(each, HeldWeight) and each.scales is None]
     stack = "model.layers.1.mlp.experts.gate_up_proj"
     assert [parameter.name for each in copied for parameter in each.parameters] == [stack]
     rows = len(plain[name])

@@ -24,9 +24,9 @@ from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling, Schem
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import (
+    HeldWeight,
     Requantized,
     ScaleRange,
-    StoredWeight,
     WeightChange,
     WeightParameter,
     explain_inputs,
@@ -278,7 +278,7 @@ def emulate_stored(
     limits = source.reading_from(
         SimpleNamespace(folder=folder, tensors=checkpoint.tensors, read=read, read_rows=read)
     )
-    weights: list[StoredWeight] = []
+    weights: list[HeldWeight] = []
     for parameter in find_parameters(geometry, model):
         tensors = sorted(_list_tensors(parameter.name, source))
         unquantized = [name for name in tensors if name not in checkpoint.quantized]
@@ -289,7 +289,7 @@ def emulate_stored(
         others.pop(parameter.name, None)
         scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in tensors])
         weights.append(
-            StoredWeight(
+            HeldWeight(
                 parameters=(parameter,),
                 source=source,
                 fmt=checkpoint.fmt,
@@ -313,7 +313,7 @@ def emulate_stored(
         )
     changed = [name for name in inside if any(map(is_changed, _list_tensors(name, source)))]
     copied = [
-        StoredWeight(parameters=(WeightParameter(name=name),), source=source, fmt=checkpoint.fmt)
+        HeldWeight(parameters=(WeightParameter(name=name),), source=source, fmt=checkpoint.fmt)
         for name in changed
     ]
     notes = []

@@ -141,7 +141,7 @@ class Requantized(WeightChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeight(WeightChange):
+class HeldWeight(WeightChange):
     """A weight of an FP8 checkpoint, dequantized, with what `Fp8Checkpoint` does for an engine.
 
     Or an unquantized tensor that differs from the original model's: some tools fold factors into
