@@ -50,17 +50,7 @@ class BatchView:
         lengths = torch.tensor(self.lengths).unsqueeze(1)
         return self._on(device, "padding", lambda: torch.arange(self.shape[1]) >= lengths)
 
-    def places(self, device: torch.device) -> torch.Tensor:
-        """Give the sequence and range of positions of each row, as b * R + r: int64 [B * S]."""
-
-        def make() -> torch.Tensor:
-            sizes = torch.tensor([stop - first for first, stop in self.spans])
-            ranges = torch.arange(len(sizes)).repeat_interleave(sizes)
-            return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + ranges).flatten()
-
-        return self._on(device, "places", make)
-
-    def sample(self, device: torch.device, stride: int = 1) -> torch.Tensor:
+    def sample(self, device: torch.device, stride: int) -> torch.Tensor:
         """List the rows that enter the histograms, each `stride`-th of a sequence: int64 [N]."""
         starts = [(n * self.shape[1], self.lengths[n]) for n in self.sampled]
         rows = (torch.arange(start, start + length, stride) for start, length in starts)

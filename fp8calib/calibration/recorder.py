@@ -15,8 +15,8 @@ from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
     observe_expert_down,
     observe_expert_input,
-    observe_heads,
     observe_input,
+    reduce_tokens,
 )
 from fp8calib.calibration.statistic import COUNTS, LENGTHS, SiteStats
 from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
@@ -65,13 +65,13 @@ class Recorder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record K and V per head."""
         for role, x in ((Role.K, key), (Role.V, value)):
-            seen = observe_heads(self.batch, role, x, attention.num_kv_heads)
+            seen = reduce_tokens(self.batch, x, attention.num_kv_heads, 1)
             self._pending.append((attention.site(role), seen))
         return key, value
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Record q per head."""
-        seen = observe_heads(self.batch, Role.Q, query, query.shape[1])
+        seen = reduce_tokens(self.batch, query, query.shape[1], 0)
         self._pending.append((attention.site(Role.Q), seen))
         return query
 

@@ -8,7 +8,7 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,26 +24,27 @@ from fp8calib.calibration.batch_view import (
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.errors import CalibrationError
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.shapes import Site
 from fp8calib.numerics.amax import (
+    amax_over,
     channel_amax,
     expert_counts,
     group_amax,
-    head_amax,
     row_amax,
     segment_amax,
-    token_amax,
 )
 from fp8calib.numerics.histogram import count_bins
 
 
-def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
-    """Reduce K, V or q of one layer per head: [B, H, S, D], H a multiple of `num_heads`.
+def reduce_tokens(
+    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
+) -> Reductions:
+    """Reduce [B, H, S, D] per head, or with `num_heads` 0 per channel over all H.
 
-    Falcon repeats its KV heads before it caches them, and a server does not. A head's amax is
-    therefore that of all its copies.
+    H is a multiple of `num_heads`: Falcon repeats its KV heads before it caches them, and a server
+    does not. A head's amax is therefore that of all its copies. The histogram counts tokens by
+    `token_stride`; 0 counts none.
     """
-    token_stride = 0 if role is Role.Q else 1
     is_whole = x.shape[2] == batch.shape[1]
     if is_whole and has_reduction_kernel(x.device):
         reduced: Reductions = _kernels().reduce_heads(batch, x, num_heads, token_stride)
@@ -52,14 +53,18 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     if is_whole and batch.is_padded:
         counted = x.masked_fill(batch.padding(x.device)[:, None, :, None], 0)
     spans = batch.spans if is_whole else [(0, x.shape[2])]  # the model adds tokens of its own
-    parts = [head_amax(counted[:, :, slice(*span)]) for span in spans]
-    if x.shape[1] != num_heads:
-        parts = [part.view(len(part), num_heads, -1).amax(2) for part in parts]
-    tensors = _join_parts(parts)
-    if not is_whole:
-        del tensors["positions"]
+    parts = [amax_over(counted[:, :, first:stop], 2) for first, stop in spans]
+    by_place = torch.stack(
+        [p.reshape(len(p), num_heads, -1).amax(2) if num_heads else p.amax(1) for p in parts]
+    )  # ranges, sequences, heads or channels
+    largest = by_place.amax(2)
+    tensors = {
+        "amax": by_place.amax((0, 1)),
+        **({"positions": largest.amax(1)} if is_whole else {}),
+        "sequences": largest.amax(0),
+    }
     if token_stride and batch.sampled:
-        chosen = x.transpose(1, 2).flatten(0, 1)[batch.sample(x.device)]
+        chosen = x.transpose(1, 2).flatten(0, 1)[batch.sample(x.device, token_stride)]
         tensors["histogram"] = count_bins(chosen)
     return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 
@@ -70,20 +75,13 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     Raises:
         CalibrationError: its shape does not show which rows are padding.
     """
-    num_rows = x.shape[:-1].numel()
-    if num_rows == batch.num_rows and has_reduction_kernel(x.device):
-        heads = x.reshape(batch.shape[0], 1, batch.shape[1], x.shape[-1])
-        reduced: Reductions = _kernels().reduce_heads(batch, heads, 0, INPUT_HISTOGRAM_TOKENS)
-        return reduced
-    if num_rows == batch.num_rows or x.shape[-3:-1] == batch.shape:
-        rows = x.reshape(-1, *batch.shape, x.shape[-1])
-        if batch.is_padded:
-            rows = rows.masked_fill(batch.padding(x.device).unsqueeze(-1), 0)
-        streams = rows.flatten(0, 1)  # AltUp has several of the hidden states
-        parts = [token_amax(streams[:, slice(*span)]) for span in batch.spans]
-        if len(rows) > 1:
-            parts = [part.view(*rows.shape[:2], -1).amax(0) for part in parts]
-        tensors = _join_parts(parts)
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    if len(rows) == batch.num_rows:
+        heads = rows.view(batch.shape[0], 1, batch.shape[1], width)
+        return reduce_tokens(batch, heads, 0, INPUT_HISTOGRAM_TOKENS)
+    if x.shape[-3:-1] == batch.shape:  # AltUp has several of the hidden states
+        seen = reduce_tokens(batch, rows.view(-1, *batch.shape, width).transpose(0, 1), 0, 0)
     elif batch.is_padded:
         raise CalibrationError(
             f"{site}: its shape {tuple(x.shape)} does not show which rows are padding of the batch "
@@ -91,18 +89,15 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
             hint="use --batch-size 1, which needs no padding",
         )
     else:  # rows of tokens that are not known
-        flat = x.reshape(-1, x.shape[-1])
-        amax = channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float()
-        tensors = {"amax": amax}
-        if batch.shape[0] == 1:
-            tensors["sequences"] = amax.amax(0, keepdim=True)
-    if batch.sampled:
-        chosen: Any = batch.sample(x.device, INPUT_HISTOGRAM_TOKENS)
-        if num_rows != batch.num_rows:  # the same share of the rows
-            chosen = slice(None, None, max(batch.num_rows // len(chosen), 1))
-        tensors["histogram"] = count_bins(x.reshape(num_rows, -1)[chosen])
-    is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
-    return Reductions(num_tokens=batch.num_tokens if is_whole else num_rows, tensors=tensors)
+        amax = channel_amax(rows) if len(rows) else rows.new_zeros(width).float()
+        of_batch = {"sequences": amax.amax(0, keepdim=True)} if batch.shape[0] == 1 else {}
+        is_whole = len(rows) > 0 and len(rows) % batch.num_rows == 0
+        num_tokens = batch.num_tokens if is_whole else len(rows)
+        seen = Reductions(num_tokens=num_tokens, tensors={"amax": amax, **of_batch})
+    if batch.sampled:  # the same share of the rows
+        num_sampled = len(batch.sample(x.device, INPUT_HISTOGRAM_TOKENS))
+        seen.tensors["histogram"] = count_bins(rows[:: max(batch.num_rows // num_sampled, 1)])
+    return seen
 
 
 def observe_expert_input(
@@ -113,10 +108,8 @@ def observe_expert_input(
     `index` has the experts that each token is routed to: int64 [N, K].
     """
     seen = observe_input(batch, site, hidden)
-    if batch.is_padded:  # padding goes to an expert of its own, without waiting for the device
-        index = index.masked_fill(batch.padding(hidden.device).view(-1, 1), num_experts)
     by_row = row_amax(hidden).unsqueeze(1).repeat_interleave(index.shape[1], 0)
-    seen.tensors |= _reduce_experts(by_row, index.flatten(), num_experts)
+    seen.tensors |= _reduce_experts(batch, by_row, index, num_experts)
     return seen
 
 
@@ -126,55 +119,24 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     if has_experts_kernel(rows.device):
         reduced: Reductions = _kernels().reduce_experts(batch, call, rows, experts, order)
         return reduced
-    num_routed = call.index.shape[1]
-    counted = rows
-    if batch.is_padded:
-        is_padding = batch.padding(rows.device).flatten()[order // num_routed]
-        counted = rows.masked_fill(is_padding.unsqueeze(1), 0)
-        experts = experts.masked_fill(is_padding, call.num_experts)
-    by_block = group_amax(counted, call.block)
-    by_row = by_block.amax(1, keepdim=True)
-    if (num_places := batch.shape[0] * len(batch.spans)) == 1:
-        places = by_row.amax(0, keepdim=True)
-    else:
-        place = batch.places(rows.device)[order // num_routed]
-        places = segment_amax(by_row, place, num_places).view(batch.shape[0], -1)
-    tensors = {
-        "amax": channel_amax(counted),
-        "positions": places.amax(0),
-        "sequences": places.amax(1),
-        **_reduce_experts(by_block, experts, call.num_experts),
-    }
-    if batch.sampled:
-        of_token = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        chosen = of_token.view(-1, num_routed)[batch.sample(rows.device, INPUT_HISTOGRAM_TOKENS)]
-        tensors["histogram"] = count_bins(rows[chosen.flatten()])
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+    by_token = torch.empty_like(rows).index_copy_(0, order, rows)
+    routed = by_token.view(*batch.shape, -1, rows.shape[1]).transpose(1, 2)
+    seen = reduce_tokens(batch, routed, 0, INPUT_HISTOGRAM_TOKENS)
+    by_block = group_amax(by_token, call.block)
+    seen.tensors |= _reduce_experts(batch, by_block, call.index, call.num_experts)
+    return seen
 
 
 def _reduce_experts(
-    by_row: torch.Tensor, experts: torch.Tensor, num_experts: int
+    batch: BatchView, by_row: torch.Tensor, index: torch.Tensor, num_experts: int
 ) -> dict[str, torch.Tensor]:
-    """Reduce rows by expert, without those of padding, whose expert is `num_experts`."""
+    """Reduce magnitudes [N * K, blocks], in the order of tokens, by expert."""
+    if batch.is_padded:  # padding goes to an expert of its own, without waiting for the device
+        index = index.masked_fill(batch.padding(index.device).view(-1, 1), num_experts)
+    experts = index.flatten()
     return {
         "experts": segment_amax(by_row, experts, num_experts + 1)[:-1],
         "expert_counts": expert_counts(experts, num_experts + 1)[:-1],
-    }
-
-
-def _join_parts(parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the amax of the ranges of positions, each per sequence and channel: fp32 [B, C]."""
-    if len(parts) == len(parts[0]) == 1:
-        largest = parts[0].amax(1)
-        return {"amax": parts[0][0], "positions": largest, "sequences": largest}
-    stacked = torch.stack(list(parts))
-    by_place = stacked.amax(2)
-    return {
-        "amax": stacked.amax((0, 1)),
-        "positions": by_place.amax(1),
-        "sequences": by_place.amax(0),
     }
 
 
@@ -213,7 +175,7 @@ def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[]
     x = torch.randn(2, 3, 600, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     return (
         lambda: _kernels().reduce_heads(batch, x.to(device), 3, 1).tensors,
-        lambda: observe_heads(batch, Role.K, x, 3).tensors,
+        lambda: reduce_tokens(batch, x, 3, 1).tensors,
     )
 
 

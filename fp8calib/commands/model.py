@@ -21,7 +21,7 @@ from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.text_settings import Data
 from fp8calib.data.modality import find_placeholders
-from fp8calib.data.plan import build_plan
+from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import BuiltinPart
@@ -262,16 +262,12 @@ def plan_text(
         loaded = load_processor(source) if processor is None else processor
         return MediaEncoder(loaded, source.config, source.folder.name)
 
-    settings = data.model_dump(exclude={"sources", "batch_size", "seq_len"})
-    return build_plan(
-        data.sources,
-        tokenizer=give_tokenizer,
-        encoder=make_encoder if placeholders else None,
+    settings = {**data.model_dump(exclude={"batch_size"}), "seq_len": length}
+    encoder = RowEncoder(
+        give_tokenizer,
+        int(source.text_config.vocab_size),
+        media=make_encoder if placeholders else None,
         placeholders=placeholders,
-        vocab_size=int(source.text_config.vocab_size),
-        seq_len=length,
-        part=part,
         longest_padded=source.longest_padded,
-        rows=rows,
-        **settings,
     )
+    return build_plan(TextSettings(**settings, part=part), encoder, rows)

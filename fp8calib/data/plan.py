@@ -9,6 +9,7 @@ import inspect
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -44,69 +45,63 @@ EncodedRow: TypeAlias = "Sequence[int] | MediaRow"
 """The token ids of a row, or the row with its media."""
 
 
-def build_plan(
-    specs: Sequence[str],
-    *,
-    tokenizer: Callable[[], Any],
-    vocab_size: int,
-    samples: int,
-    seq_len: int,
-    pack: bool = True,
-    seed: int = 0,
-    part: BuiltinPart = "calibrate",
-    longest_padded: int | None = None,
-    rows: Iterable[ReadRow] | None = None,
-    text_column: str | None = None,
-    strict_rows: bool = False,
-    encoder: Callable[[], MediaEncoder] | None = None,
-    placeholders: Mapping[int, Modality] | None = None,
-) -> DataPlan:
-    """Read the first `samples` sequences of at most `seq_len` tokens, of specs or of `rows`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """Which text is read, and how it is cut into sequences."""
 
-    `tokenizer` and `encoder` are called at most once, when the first row needs them. Without
-    `encoder` the model takes text alone; `placeholders` are the ids of the tokens that media fill.
-    Without specs, `part` of the built-in text is used. `seed` affects only the order of weighted
-    specs. With `strict_rows` the first row that cannot be used is an error; otherwise such rows are
-    skipped with a warning. Without `pack` each row is a sequence. `longest_padded` is kept in the
-    plan: longer sequences are not padded into one batch.
+    samples: int
+    """At most so many sequences."""
+    seq_len: int
+    """At most so many tokens of each."""
+    sources: tuple[str, ...] = ()
+    """Data specs; without any, `part` of the built-in text is read."""
+    part: BuiltinPart = "calibrate"
+    text_column: str | None = None
+    strict_rows: bool = False
+    """Whether the first row that cannot be used is an error; else such rows are skipped."""
+    pack: bool = True
+    """Whether rows are joined; without, each is a sequence."""
+    seed: int = 0
+    """Affects only the order of weighted specs."""
+
+
+def build_plan(
+    text: TextSettings, encoder: RowEncoder, rows: Iterable[ReadRow] | None = None
+) -> DataPlan:
+    """Read the sequences of a run from the sources of `text`, or from `rows`.
 
     Raises:
         UsageError: a spec is invalid.
         DataError: the data cannot be read, more than a tenth of the rows cannot be used, or they
             give no sequence of two tokens.
     """
-    parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
-    read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
-    weights = [spec.weight for spec in parsed]
-    if rows is None and any(weights):
-        rows = mix_rows(list(zip(read, weights, strict=True)), seed=seed)
-    elif rows is None:
-        rows = itertools.chain.from_iterable(read)
-    encoding = RowEncoder(tokenizer, vocab_size, encoder, strict=strict_rows)
-    used = encoding.counts
-    sequences, media = pack_rows(
-        encoding.encode(rows), used, samples=samples, seq_len=seq_len, pack=pack
-    )
+    parsed = [parse_spec(spec) for spec in text.sources or ("builtin",)] if rows is None else []
+    read = [iter_rows(spec, part=text.part, text_column=text.text_column) for spec in parsed]
+    if rows is None and any(spec.weight for spec in parsed):
+        weighted = zip(read, (spec.weight for spec in parsed), strict=True)
+        rows = mix_rows(list(weighted), seed=text.seed)
+    sequences, media = pack_rows(itertools.chain(*read) if rows is None else rows, text, encoder)
+    encoder.refuse_many()
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
-    encoding.refuse_many()
+    used = encoder.counts
     if used.is_full and parsed:
-        counts = [count_rows(spec, part) for spec in parsed]
+        counts = [count_rows(spec, text.part) for spec in parsed]
         used.total = None if None in counts else sum(filter(None, counts))
-    used.chat_template = encoding.hash_template(has_media=bool(media))
+    used.chat_template = encoder.hash_template(has_media=bool(media))
     usable = used.read - used.rejected
     if not sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in {format_count(usable, 'row')}",
-            hint="use more text" if pack else "use longer rows, or leave out --no-pack",
+            hint="use more text" if text.pack else "use longer rows, or leave out --no-pack",
         )
     warnings = [
-        f"no row of {spec.label} was read: other sources gave all {samples} sequences; "
+        f"no row of {spec.label} was read: other sources gave all {text.samples} sequences; "
         "use weights (PATH@0.5), or more --samples, to mix them"
         for spec, source_rows in zip(parsed, read, strict=True)
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
-    warnings += encoding.list_warnings()
-    if parsed and not specs:
+    warnings += encoder.list_warnings()
+    if parsed and not text.sources:
         warnings.append("no --data given: using the text that ships with Python (builtin)")
     warnings += [
         f"{spec.label}: ignored, not data files: {', '.join(spec.ignored)}"
@@ -115,21 +110,21 @@ def build_plan(
     ]
     if used.too_short:
         warnings.append(f"{used.too_short} of {usable} rows were too short and were skipped")
-    if parsed and len(sequences) < samples:
+    if parsed and len(sequences) < text.samples:
         warnings.append(
-            f"all of the text is used: it fills {len(sequences)} of {samples} sequences (of "
-            f"{seq_len} tokens)"
+            f"all of the text is used: it fills {len(sequences)} of {text.samples} sequences (of "
+            f"{text.seq_len} tokens)"
         )
     warnings += warn_of_scales(sum(map(len, sequences)))
-    if placeholders:
-        warnings += _warn_of_media(sequences, media, placeholders)
+    if encoder.placeholders:
+        warnings += _warn_of_media(sequences, media, encoder.placeholders)
     return DataPlan(
         sequences=tuple(sequences),
-        packed=pack,
-        seq_len=seq_len,
+        packed=text.pack,
+        seq_len=text.seq_len,
         sources=sources,
         warnings=tuple(warnings),
-        longest_padded=longest_padded,
+        longest_padded=encoder.longest_padded,
         rows=used,
         media=media,
     )
@@ -163,17 +158,28 @@ class RejectedRowError(DataError):
 
 
 class RowEncoder:
-    """Encodes rows, counts them, and keeps the errors of those that cannot be used."""
+    """Encodes rows for one model, counts them, and keeps the errors of those that are unusable.
+
+    Attributes:
+        placeholders: the ids of the tokens that media fill.
+        longest_padded: longer sequences are not padded into one batch; None: no limit.
+    """
 
     def __init__(
         self,
         tokenizer: Callable[[], Any],
         vocab_size: int,
-        media: Callable[[], MediaEncoder] | None,
         *,
-        strict: bool,
+        media: Callable[[], MediaEncoder] | None = None,
+        placeholders: Mapping[int, Modality] | None = None,
+        longest_padded: int | None = None,
     ) -> None:
-        """Without `media` the model takes text alone; `strict` raises the first row's error."""
+        """Call `tokenizer` and `media` at most once, when the first row needs them.
+
+        Without `media` the model takes text alone.
+        """
+        self.placeholders = placeholders or {}
+        self.longest_padded = longest_padded
         self.counts = RowsUsed()
         self._tokenizer = functools.cache(tokenizer)
         self._media = None if media is None else functools.cache(media)
@@ -181,31 +187,29 @@ class RowEncoder:
         self._shortened: list[str] = []
         """Conversations that the chat template leaves something out of."""
         self._vocab_size = vocab_size
-        self._is_strict = strict
 
-    def encode(self, rows: Iterable[ReadRow]) -> Iterator[EncodedRow]:
-        """Yield each row encoded, without those that cannot be used.
+    def encode(self, row: ReadRow, *, strict: bool) -> EncodedRow | None:
+        """Encode a row; None if it cannot be used, which is an error where `strict`.
 
         The tokenizer adds its special tokens to `text`. `input_ids` are used as they are. Blank
         text gives no tokens.
         """
-        for row in rows:
-            self.counts.read += 1
-            try:
-                if isinstance(row, DataError):
-                    raise RejectedRowError(row.message, hint=row.hint) from row
-                encoded = self._encode(row)
-            except RejectedRowError as error:
-                if self._is_strict:
-                    raise
-                self._unusable.append(error)
-                self.counts.rejected += 1
-                if len(self._unusable) >= _TELLING:
-                    self.refuse_many()
-                continue
-            self.counts.conversations += row.messages is not None
-            self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
-            yield encoded
+        self.counts.read += 1
+        try:
+            if isinstance(row, DataError):
+                raise RejectedRowError(row.message, hint=row.hint) from row
+            encoded = self._encode(row)
+        except RejectedRowError as error:
+            if strict:
+                raise
+            self._unusable.append(error)
+            self.counts.rejected += 1
+            if len(self._unusable) >= _TELLING:
+                self.refuse_many()
+            return None
+        self.counts.conversations += row.messages is not None
+        self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
+        return encoded
 
     def hash_template(self, *, has_media: bool) -> str | None:
         """Hash the chat template that was applied; None if none was."""
@@ -367,23 +371,27 @@ def _list_contents(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def pack_rows(
-    rows: Iterable[EncodedRow], counts: RowsUsed, *, samples: int, seq_len: int, pack: bool = True
+    rows: Iterable[ReadRow], text: TextSettings, encoder: RowEncoder
 ) -> tuple[list[torch.Tensor], dict[int, MediaRow]]:
     """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
 
     The last sequence may be shorter, but has at least two tokens. A row with media is a sequence of
     its own; without `pack`, so is every row of two or more tokens, cut to `seq_len`. Rows are read
-    only as needed, and those that are used, too short or cut are added to `counts`.
+    only as needed, and those that are used, too short or cut are counted.
 
     Returns:
         The sequences, 1-D int64, and those that are rows with media, by their index.
     """
+    samples, seq_len, pack, counts = text.samples, text.seq_len, text.pack, encoder.counts
     sequences: list[torch.Tensor] = []
     media: dict[int, MediaRow] = {}
     stream, start = array("q"), 0
     packed: list[int] = []
     """The lengths of the rows in the stream."""
-    for row in rows:
+    for read in rows:
+        row = encoder.encode(read, strict=text.strict_rows)
+        if row is None:
+            continue
         if not isinstance(row, Sequence):  # with media
             whole = row.cut(seq_len)
             media[len(sequences)] = whole

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, parse_row
+from fp8calib.data.rows import COLUMNS, MASK, ReadRow, parse_row
 from fp8calib.data.specs import (
     DataSpec,
     HubSource,
@@ -114,49 +114,40 @@ def mix_rows(
 def iter_rows(
     spec: DataSpec, *, part: BuiltinPart = "calibrate", text_column: str | None = None
 ) -> Generator[ReadRow]:
-    """Yield the rows of one spec, read from `text_column` if given (see `parse_row`)."""
-    source = spec.source
-    if source is not None:
-        where, folder = spec.label, source if isinstance(source, Path) else Path()
-        if isinstance(source, HubSource):
-            where = f"hub:{source.name}"
-        dataset = enumerate(_iter_dataset(source, spec.label), start=1)
-        values: _Values = ((f"{where} row {i}", value) for i, value in dataset)
+    """Yield the rows of a spec, read from `text_column` if given (see `parse_row`).
+
+    In place of a row that cannot be used its error is yielded.
+    """
+    for place in spec.files or (spec.source,):
+        name, folder, column = spec.label, Path(), text_column
+        if place is None:
+            values, column = _read_builtin(part), None  # without columns
+        elif isinstance(place, HubSource) or not spec.files:
+            values = _read_dataset(place, name)
+            folder = place if isinstance(place, Path) else folder
+        else:
+            name, folder, suffix = place.name, place.parent, place.suffix.lower()
+            values = _READERS[suffix](place, text_column)
+            column = None if suffix == ".txt" else text_column
         # Datasets such as wikitext have blank rows, which the user cannot remove.
-        options = {"allow_blank": True, "text_column": text_column, "folder": folder}
-        yield from _parse_rows(values, spec.label, **options)
-    elif not spec.files:
-        yield from iter_builtin_rows(part)
-    for path in spec.files:
-        column = text_column
-        match path.suffix.lower():
-            case ".jsonl":
-                values = _read_jsonl(path)
-            case ".json":
-                values = _read_json(path)
-            case ".parquet":
-                values = _read_parquet(path, text_column)
-            case _:
-                values, column = _read_txt(path), None  # it has no columns
+        options: dict[str, Any] = {"allow_blank": not spec.files, "text_column": column}
+        row: ReadRow | None = None
         try:
-            yield from _parse_rows(values, path.name, text_column=column, folder=path.parent)
+            for origin, value in values:
+                if isinstance(value, DataError):
+                    row = value
+                else:
+                    try:
+                        row = parse_row(value, origin, folder=folder, **options)
+                    except DataError as error:
+                        row = error
+                yield row
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror or error})", hint="check its permissions"
+                f"{place}: cannot be read ({error.strerror or error})", hint="check its permissions"
             ) from error
-
-
-def _parse_rows(values: _Values, where: str, **options: Any) -> Iterator[ReadRow]:
-    """Parse rows; of one that cannot be used, yield the error."""
-    row: ReadRow | None = None
-    for origin, value in values:
-        try:
-            row = value if isinstance(value, DataError) else parse_row(value, origin, **options)
-        except DataError as error:
-            row = error
-        yield row
-    if row is None:
-        raise DataError(f"{where}: no rows", hint="use a file that holds data")
+        if row is None:
+            raise DataError(f"{name}: no rows", hint="use a file that holds data")
 
 
 def count_rows(spec: DataSpec, part: BuiltinPart) -> int | None:
@@ -164,29 +155,26 @@ def count_rows(spec: DataSpec, part: BuiltinPart) -> int | None:
     if spec.source is not None:
         return None
     if not spec.files:
-        return sum(1 for _ in iter_builtin_rows(part))
+        return sum(1 for _ in _read_builtin(part))
     if any(path.stat().st_size > _LARGEST_COUNTED for path in spec.files):
         return None
-    return sum(map(_count_file_rows, spec.files))
-
-
-def _count_file_rows(path: Path) -> int:
-    match path.suffix.lower():
-        case ".jsonl":
-            with path.open("rb") as file:
-                return sum(1 for line in file if line.strip())
-        case ".json":
-            return sum(1 for _ in _read_json(path))
-        case ".parquet":
+    counted = 0
+    for path in spec.files:
+        suffix = path.suffix.lower()
+        if suffix == ".parquet":
             import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415  slow
 
-            return int(pq.read_metadata(path).num_rows)
-        case _:
-            return 1
+            counted += int(pq.read_metadata(path).num_rows)
+        elif suffix == ".jsonl":
+            with path.open("rb") as file:
+                counted += sum(1 for line in file if line.strip())
+        else:
+            counted += sum(1 for _ in _READERS[suffix](path, None))
+    return counted
 
 
-def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
-    """Yield one row per topic of Python's own `help()`, sorted by name.
+def _read_builtin(part: BuiltinPart) -> _Values:
+    """Yield a row per topic of Python's own `help()`, sorted by name.
 
     A topic belongs to `calibrate` if it ends within the first 80 % of all characters, otherwise to
     `verify`. `verify` excludes topics whose text a longer topic of `calibrate` repeats ("try",
@@ -207,10 +195,10 @@ def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
         lines = [line for line in text.splitlines() if line.strip()]
         is_repeated = 2 * sum(line in known for line in lines) > len(lines)
         if name in first if part == "calibrate" else name not in first and not is_repeated:
-            yield Row(f"builtin:{name}", text=text)
+            yield f"builtin:{name}", {"text": text}
 
 
-def _read_jsonl(path: Path) -> _Values:
+def _read_jsonl(path: Path, _column: str | None) -> _Values:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             origin = f"{path.name}:{number}"
@@ -224,7 +212,7 @@ def _read_jsonl(path: Path) -> _Values:
                 yield origin, value
 
 
-def _read_json(path: Path) -> _Values:
+def _read_json(path: Path, _column: str | None) -> _Values:
     text = _decode(path.read_bytes(), path.name)
     if not text.strip():
         return
@@ -235,7 +223,7 @@ def _read_json(path: Path) -> _Values:
             _parse_json(text.lstrip().partition("\n")[0], path.name)
         except DataError:
             raise error from None
-        yield from _read_jsonl(path)
+        yield from _read_jsonl(path, _column)
         return
     candidates = list(value.values()) if isinstance(value, dict) else [value]
     lists = [item for item in candidates if isinstance(item, list)]
@@ -248,7 +236,7 @@ def _read_json(path: Path) -> _Values:
         yield f"{path.name} row {number}", row
 
 
-def _read_txt(path: Path) -> _Values:
+def _read_txt(path: Path, _column: str | None) -> _Values:
     if text := _decode(path.read_bytes(), path.name):
         yield path.name, {"text": text}
 
@@ -273,7 +261,15 @@ def _read_parquet(path: Path, text_column: str | None) -> _Values:
         ) from error
 
 
-def _iter_dataset(source: HubSource | Path, label: str) -> Iterator[object]:
+_READERS = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}
+
+
+def _read_dataset(source: HubSource | Path, label: str) -> _Values:
     try:
         import datasets  # noqa: PLC0415  takes seconds to import
 
@@ -282,7 +278,9 @@ def _iter_dataset(source: HubSource | Path, label: str) -> Iterator[object]:
         else:
             name, config, split = source.name, source.config, source.split
             dataset = datasets.load_dataset(name, config, split=split, streaming=True)
-        yield from _keep_encoded(dataset)
+        where = label if isinstance(source, Path) else f"hub:{source.name}"
+        for number, value in enumerate(_keep_encoded(dataset), start=1):
+            yield f"{where} row {number}", value
     except Exception as error:  # the failures of datasets share no base class
         why = f"({type(error).__name__}: {first_line(error)})"
         if isinstance(source, Path):

@@ -25,24 +25,12 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
 
 def row_amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude along the last axis: fp32 [...] of [..., C]."""
-    return _reduce(x, -1)
+    return amax_over(x, -1)
 
 
 def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suffixes
     """Largest magnitude per channel: fp32 [C]; rows may have several axes."""
-    return _reduce(x_NC, tuple(range(x_NC.dim() - 1)))
-
-
-def token_amax(x_BSC: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """Largest magnitude over the tokens of each sequence: fp32 [B, C]."""
-    return _reduce(x_BSC, 1)
-
-
-def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """Largest magnitude per head of each sequence: fp32 [B, H]."""
-    if x_BHSD.device.type != "cpu":
-        return _max_norm(x_BHSD, (2, 3))
-    return _reduce(x_BHSD, 2).amax(2)
+    return amax_over(x_NC, tuple(range(x_NC.dim() - 1)))
 
 
 def group_amax(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -65,7 +53,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = block
     if rows == 1:
         return group_amax(x, columns)
-    strips = torch.stack([_reduce(strip, -2) for strip in torch.split(x, rows, dim=-2)], dim=-2)
+    strips = torch.stack([amax_over(strip, -2) for strip in torch.split(x, rows, dim=-2)], dim=-2)
     return group_amax(strips, columns)
 
 
@@ -91,7 +79,7 @@ def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
     return x_BHSD.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _reduce(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
+def amax_over(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
     """Largest magnitude over some axes: fp32."""
     if x.device.type != "cpu":
         return _max_norm(x, axes)

@@ -92,11 +92,11 @@ def test_an_input_is_reduced_as_torch_does(case: Drawn, channels: int, is_flat: 
     drawn(),
     st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 4)]),
     st.sampled_from([1, 8, 80, 192]),
-    st.sampled_from([Role.K, Role.V, Role.Q]),
+    st.sampled_from([0, 1]),
     st.booleans(),
 )
 def test_heads_are_reduced_as_torch_does(
-    case: Drawn, heads: tuple[int, int], size: int, role: Role, is_transposed: bool
+    case: Drawn, heads: tuple[int, int], size: int, token_stride: int, is_transposed: bool
 ) -> None:
     """K and V come as views of one layout and of another; Falcon repeats its heads."""
     num_heads, copies = heads
@@ -104,7 +104,7 @@ def test_heads_are_reduced_as_torch_does(
     shape = (sequences, num_heads * copies, tokens, size)
     x = case.tensor(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
     x = x if is_transposed else x.contiguous()
-    require_same(*both(reductions.observe_heads, case.batch, role, x, num_heads))
+    require_same(*both(reductions.reduce_tokens, case.batch, x, num_heads, token_stride))
 
 
 @settings(max_examples=8, deadline=None)
@@ -152,7 +152,7 @@ def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
             for first in range(0, 9, size):
                 rows = x[first : first + size]
                 batch = BatchView(shape=(len(rows), 514), lengths=(514,) * len(rows), first=first)
-                seen = reductions.observe_heads(batch, Role.K, rows, 2)
+                seen = reductions.reduce_tokens(batch, rows, 2, 1)
                 inputs = rows.transpose(1, 2).flatten(2)
                 seen.tensors |= {
                     f"input {name}": each

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8calib.data.plan import build_plan
+from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.processor import MediaEncoder
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import DataError
@@ -43,13 +43,8 @@ def plan_of(encoders: Any, tmp_path: Path) -> Callable[..., DataPlan]:
             path.write_text("\n".join(map(json.dumps, each)))
             specs.append(f"{path}@1" if options.get("seed") is not None else str(path))
         settings = {"samples": 99, "seq_len": 64, **options}
-        return build_plan(
-            specs,
-            tokenizer=lambda: processor.tokenizer,
-            encoder=lambda: encoder,
-            vocab_size=1000,
-            **settings,
-        )
+        rows = RowEncoder(lambda: processor.tokenizer, 1000, media=lambda: encoder)
+        return build_plan(TextSettings(sources=tuple(specs), **settings), rows)
 
     return plan
 

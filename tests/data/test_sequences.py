@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fp8calib.data.plan import build_plan
+from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import ReadRow, Row
 from fp8calib.data.sequences import Batch, DataPlan, batches, parse_share
 from fp8calib.data.sources import iter_rows
@@ -38,8 +38,11 @@ def write_ids(path: Path, *rows: Sequence[int]) -> str:
 
 
 def plan_of(*specs: str, **options: Any) -> DataPlan:
-    settings = {"tokenizer": refuse_tokenizer, "vocab_size": 100, "samples": 8, "seq_len": 4}
-    return build_plan(specs, **{**settings, **options})
+    longest_padded, rows = options.pop("longest_padded", None), options.pop("rows", None)
+    tokenizer = options.pop("tokenizer", refuse_tokenizer)
+    encoder = RowEncoder(tokenizer, options.pop("vocab_size", 100), longest_padded=longest_padded)
+    text = TextSettings(**{"sources": specs, "samples": 8, "seq_len": 4, **options})
+    return build_plan(text, encoder, rows)
 
 
 def lists(plan: DataPlan) -> list[list[int]]:

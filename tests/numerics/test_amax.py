@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fp8calib.numerics.amax import (
+    amax_over,
     channel_amax,
     expert_counts,
     group_amax,
-    head_amax,
     row_amax,
     segment_amax,
 )
@@ -37,8 +37,8 @@ def test_channels_and_rows_equal_numpy(num_rows: int, dtype: torch.dtype) -> Non
 def test_heads_equal_numpy_in_every_memory_layout(length: int, dtype: torch.dtype) -> None:
     x = random(2, length, 3, 5, dtype=dtype).transpose(1, 2)
     expected = np.abs(x.float().numpy()).max(axis=(2, 3))
-    np.testing.assert_array_equal(head_amax(x).numpy(), expected)
-    np.testing.assert_array_equal(head_amax(x.contiguous()).numpy(), expected)
+    np.testing.assert_array_equal(amax_over(x, (2, 3)).numpy(), expected)
+    np.testing.assert_array_equal(amax_over(x.contiguous(), (2, 3)).numpy(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,7 +49,7 @@ def test_what_is_not_finite_is_never_lost(value: float, row: int, dtype: torch.d
     x[row, 2] = value
     assert channel_amax(x).isfinite().tolist() == [True, True, False, True]
     heads = x.reshape(1, 100, 2, 2).transpose(1, 2)
-    assert head_amax(heads).isfinite().tolist() == [[True, False]]
+    assert amax_over(heads, (2, 3)).isfinite().tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +57,7 @@ def test_the_input_is_left_as_it_was(dtype: torch.dtype) -> None:
     x = random(100, 4, dtype=dtype)
     before = x.clone()
     channel_amax(x)
-    head_amax(x.reshape(1, 1, 100, 4))
+    amax_over(x.reshape(1, 1, 100, 4), (2, 3))
     assert torch.equal(x, before)
 
 

@@ -14,8 +14,8 @@ from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import (
     observe_expert_down,
     observe_expert_input,
-    observe_heads,
     observe_input,
+    reduce_tokens,
 )
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.model.shapes import Role, Site
@@ -53,7 +53,7 @@ def test_heads_inputs_and_experts(length: int) -> None:
     rng = np.random.default_rng(length)
     view = BatchView(shape=(1, length), lengths=(length,), first=0)
     heads = torch.from_numpy(rng.standard_normal((1, _HEADS, length, _WIDTH), np.float32))
-    found = record(view, _SITE, observe_heads(view, Role.K, heads, _HEADS))
+    found = record(view, _SITE, reduce_tokens(view, heads, _HEADS, 1))
     expect(heads[0].abs().amax(-1).T.numpy(), found)
 
     x = torch.from_numpy(rng.standard_normal((1, length, 6), np.float32))
@@ -115,7 +115,7 @@ def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> 
     routed = torch.cat([torch.full((600,), length) for length in lengths])
     is_counted = torch.arange(600).repeat(3) < routed
     for seen in (
-        observe_heads(view, Role.V, heads, _HEADS),
+        reduce_tokens(view, heads, _HEADS, 1),
         observe_input(view, _SITE, torch.stack([x, x / 2])),
         observe_expert_input(view, _SITE, x.flatten(0, 1), index, _EXPERTS),
         observe_expert_down(view, call, x.flatten(0, 1)[order]),

@@ -21,7 +21,7 @@ from torch import nn
 
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import observe_expert_input, observe_heads, observe_input
+from fp8calib.calibration.reductions import observe_expert_input, observe_input, reduce_tokens
 from fp8calib.calibration.statistic import name_tensors
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.model.module_paths import list_paths
@@ -366,7 +366,7 @@ class _Observation:
 
     def _record_heads(self, name: str, role: Role, x: torch.Tensor, num_heads: int) -> None:
         heads = x.reshape(len(x), num_heads, -1).transpose(0, 1).unsqueeze(0)
-        seen = observe_heads(self.recorder.batch, role, heads, num_heads)
+        seen = reduce_tokens(self.recorder.batch, heads, num_heads, 0 if role is Role.Q else 1)
         self.recorder.record(Site(name, role), seen)
 
     def _see_input(self, name: str, _module: nn.Module, x: torch.Tensor, *_: Any) -> None:

@@ -21,7 +21,7 @@ from fp8calib.calibration.passes import CalibrationRun, choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter
-from fp8calib.data.plan import build_plan
+from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
@@ -104,13 +104,9 @@ def _plan_tokens(tokens: Path, batches: list[torch.Tensor], model: PreTrainedMod
         msg = "the tokens are ids already"
         raise RuntimeError(msg)
 
-    plan = build_plan(
-        [str(tokens)],
-        tokenizer=no_tokenizer,
-        vocab_size=model.get_input_embeddings().weight.shape[0],
-        samples=len(batches),
-        seq_len=batches[0].shape[1],
-    )
+    text = TextSettings(sources=(str(tokens),), samples=len(batches), seq_len=batches[0].shape[1])
+    encoder = RowEncoder(no_tokenizer, model.get_input_embeddings().weight.shape[0])
+    plan = build_plan(text, encoder)
     same = [torch.equal(a, b[0].cpu()) for a, b in zip(plan.sequences, batches, strict=True)]
     if not all(same):
         msg = "the plan has other tokens than the plain forward runs"
