@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -22,7 +23,6 @@ from fp8calib.calibration.calibration_stats import (
     spell_export,
 )
 from fp8calib.calibration.journal import NAME_PREFIX
-from fp8calib.calibration.passes import TextEngine
 from fp8calib.calibration.processes import open_process_group
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fp8calib.calibration.calibrate import collect_stats, make_header
+from fp8calib.calibration.calibrate import (
+    CalibrationRun,
+    TextEngine,
+    choose_batch_size,
+    collect_stats,
+    make_header,
+)
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -23,7 +29,6 @@ from fp8calib.calibration.calibration_stats import (
 from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import NAME_PREFIX, Journal
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
-from fp8calib.calibration.passes import CalibrationRun, TextEngine, choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibrate import collect_stats, make_header
+from fp8calib.calibration.calibrate import CalibrationRun, collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.header import BackOff, Observe, StatsHeader
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.passes import CalibrationRun
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share

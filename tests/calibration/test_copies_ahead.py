@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
+from fp8calib.calibration import calibrate
 from fp8calib.calibration import journal as journal_module
-from fp8calib.calibration import passes
 from fp8calib.calibration.decoder import OutOfMemoryInForward, copy_ids
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_steps import HiddenStateStore
@@ -105,7 +105,7 @@ def test_a_layer_is_copied_while_the_one_before_computes(folder: Path) -> None:
 def test_the_host_waits_for_no_layer_and_for_no_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "INTERVAL_S", 600.0)  # else a slow machine looks for NaN between
+    monkeypatch.setattr(calibrate, "INTERVAL_S", 600.0)  # else a slow machine looks for NaN between
     waits = []
     with gpu():
         for lengths in (LENGTHS[:4], LENGTHS * 2):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import passes, reductions
+from fp8calib.calibration import calibrate, reductions
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.model.topology import find_geometry
@@ -76,7 +76,7 @@ def test_the_host_waits_for_a_gpu_behind_the_passes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics stay on the GPU, those of weights too; a longer text takes no more waits."""
-    monkeypatch.setattr(passes, "INTERVAL_S", 600.0)  # else a slow machine looks for NaN between
+    monkeypatch.setattr(calibrate, "INTERVAL_S", 600.0)  # else a slow machine looks for NaN between
     zoo.save("mixtral", tmp_path / "model")
     waits = []
     for lengths in (LENGTHS[:4], LENGTHS * 2):

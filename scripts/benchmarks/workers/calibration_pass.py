@@ -15,9 +15,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.calibrate import collect_stats, make_header
+from fp8calib.calibration.calibrate import (
+    CalibrationRun,
+    choose_batch_size,
+    collect_stats,
+    make_header,
+)
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.passes import CalibrationRun, choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter
