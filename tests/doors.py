@@ -15,11 +15,16 @@ import pytest
 import torch
 
 from fp8calib.calibration.calibrate import CalibrationRun, collect_stats, make_header
-from fp8calib.calibration.calibration_stats import CalibrationStats, merge_shards, save_stats
+from fp8calib.calibration.calibration_stats import (
+    CalibrationStats,
+    SiteStats,
+    merge_shards,
+    name_tensors,
+    save_stats,
+)
 from fp8calib.calibration.header import Observe
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.statistic import SiteStats, name_tensors
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share

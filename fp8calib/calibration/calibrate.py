@@ -20,24 +20,22 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fp8calib.calibration.allocator import return_freed_memory
-from fp8calib.calibration.batch_view import (
-    HISTOGRAM_SEQUENCES,
-    INPUT_HISTOGRAM_TOKENS,
-    BatchView,
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, BatchView
+from fp8calib.calibration.calibration_stats import (
+    CalibrationStats,
+    SiteStats,
+    join_ranges,
+    merge_sites,
 )
-from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
-from fp8calib.calibration.fingerprint import fingerprint_model, versions
+from fp8calib.calibration.fingerprint import fingerprint_model, hash_unquantized, versions
 from fp8calib.calibration.header import BackOff, Observe, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.journal import INTERVAL_S, Journal
-from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import try_kernels
-from fp8calib.calibration.statistic import SiteStats, merge_sites
-from fp8calib.calibration.unquantized_tensors import hash_unquantized
+from fp8calib.calibration.reductions import gpus_of, try_kernels
 from fp8calib.calibration.weight_stats import (
     check_other_weights,
     observe_weights,

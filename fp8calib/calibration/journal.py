@@ -21,12 +21,13 @@ from torch.utils import _pytree as pytree
 from fp8calib.calibration.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
+    SiteStats,
     join_ranges,
     load_stats_file,
+    merge_sites,
     save_stats,
 )
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 import torch
 
 from fp8calib.calibration.batch_view import BatchView, Reductions
+from fp8calib.calibration.calibration_stats import COUNTS, LENGTHS, SiteStats
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
     observe_expert_down,
@@ -18,7 +19,6 @@ from fp8calib.calibration.reductions import (
     observe_input,
     reduce_tokens,
 )
-from fp8calib.calibration.statistic import COUNTS, LENGTHS, SiteStats
 from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 
 _REMEMBERED_INPUTS = 4

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
-from fp8calib.calibration.statistic import SiteStats
+from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -16,6 +15,7 @@ from fp8calib.calibration.calibration_stats import (
     spell_export,
 )
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.header import CalibrationOrigin
 from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import fetch_hub_id, find_folder

@@ -23,8 +23,7 @@ from fp8calib.numerics.positions import RANGE_STARTS
 from fp8calib.text import Block, Line, Table
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
-    from fp8calib.calibration.statistic import SiteStats
+    from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
 

@@ -13,8 +13,7 @@ from itertools import product
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.statistic import SiteStats
+from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.errors import ExportError, RecipeError
 from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing

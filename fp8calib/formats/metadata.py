@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib import __version__
-from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.header import CalibrationOrigin
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.formats.refusals import refusal

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.header import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME, replace_dtype

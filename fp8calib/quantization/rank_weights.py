@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.header import explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import explained, require_free_space
 from fp8calib.errors import ExportError, ModelError

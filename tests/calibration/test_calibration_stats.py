@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
+    SiteStats,
     load_stats_file,
     save_stats,
 )
 from fp8calib.calibration.header import Skipped, StatsHeader
-from fp8calib.calibration.statistic import SiteStats
 from fp8calib.data.modality import Modality
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.shapes import Role, Site

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from fp8calib.calibration import reductions
 from fp8calib.calibration.batch_view import BatchView, Reductions
+from fp8calib.calibration.calibration_stats import join
 from fp8calib.calibration.hooks import ExpertsCall
-from fp8calib.calibration.kernel_trial import agree
-from fp8calib.calibration.statistic import join
+from fp8calib.calibration.reductions import agree
 from fp8calib.model.shapes import Role, Site
 
 kernels: Any = pytest.importorskip(

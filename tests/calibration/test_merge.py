@@ -12,12 +12,12 @@ import torch
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
+    SiteStats,
     load_stats_file,
     merge_shards,
     save_stats,
 )
 from fp8calib.calibration.header import StatsShard
-from fp8calib.calibration.statistic import SiteStats
 from fp8calib.data.sequences import Share
 from fp8calib.errors import ModelError, UsageError
 from tests import zoo

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.statistic import SiteStats
+from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.model.shapes import Role, Site
 from tests.formats.handmade import make_geometry, make_stats

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from fp8calib import __version__
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.calibration.header import StatsHeader
-from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.formats.dialect import WriteJob

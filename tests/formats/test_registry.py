@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.statistic import SiteStats
+from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.write import (

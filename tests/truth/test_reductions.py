@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import (
@@ -17,7 +18,6 @@ from fp8calib.calibration.reductions import (
     observe_input,
     reduce_tokens,
 )
-from fp8calib.calibration.statistic import SiteStats
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.positions import NUM_RANGES, RANGE_STARTS
 

@@ -23,12 +23,11 @@ from typing import Any
 from safetensors.torch import load
 
 from fp8calib.calibration.calibrate import CalibrationRun
-from fp8calib.calibration.calibration_stats import join_ranges
+from fp8calib.calibration.calibration_stats import SiteStats, join_ranges
 from fp8calib.calibration.header import Observe
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, cut_into
 from fp8calib.errors import CalibrationError, UsageError, suggest

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.header import CalibrationOrigin
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import COUNTS, SiteStats
 from fp8calib.calibration.header import Observe
-from fp8calib.calibration.statistic import COUNTS, SiteStats
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError
 from fp8calib.model.shapes import Attention, Role, Site
