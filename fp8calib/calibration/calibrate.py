@@ -28,7 +28,7 @@ from fp8calib.calibration.calibration_stats import (
     merge_sites,
 )
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
-from fp8calib.calibration.fingerprint import fingerprint_model, hash_unquantized, versions
+from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.header import BackOff, Observe, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.journal import INTERVAL_S, Journal
@@ -36,6 +36,7 @@ from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import gpus_of, try_kernels
+from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
     check_other_weights,
     observe_weights,

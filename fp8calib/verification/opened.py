@@ -16,9 +16,9 @@ from fp8calib.calibration.calibration_stats import (
     is_stats_file,
     load_stats_file,
 )
-from fp8calib.calibration.fingerprint import compare_with_base
 from fp8calib.calibration.header import CalibrationOrigin, explain_difference
 from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import refuse_external_links, require_path

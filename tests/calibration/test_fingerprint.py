@@ -13,12 +13,8 @@ import soxr
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.calibration.fingerprint import (
-    fingerprint_model,
-    measure_distance,
-    sketch_matrix,
-    versions,
-)
+from fp8calib.calibration.fingerprint import fingerprint_model, versions
+from fp8calib.calibration.unquantized_tensors import measure_distance, sketch_matrix
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.modality import Modality
 from fp8calib.errors import ModelError
