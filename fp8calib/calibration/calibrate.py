@@ -203,7 +203,7 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
             unquantized = read_files()
         try:
             if streamed is not None:
-                sites = run_streamed(run, streamed, linears, todo)
+                sites = run_by_layer(run, streamed, linears, todo)
             else:
                 sites = run_whole(run, linears or (), todo if run.engine is None else ())
             if todo and run.engine is not None:
@@ -365,7 +365,7 @@ def run_whole(
     return recorder.stats()
 
 
-def run_streamed(
+def run_by_layer(
     run: CalibrationRun,
     streamed: StreamedModel,
     linears: Sequence[Linear] | None,
