@@ -32,27 +32,12 @@ OTHERS = dict.fromkeys(("sglang", "transformers"), "misread")
 LAYER = "model.layers.1."
 Change = Callable[[Tensors], Tensors]
 
-ABSENT: dict[str, tuple[str, str, str]] = {
-    "a norm": ("llama", f"{LAYER}post_attention_layernorm.weight", "unknown"),
-    "the last norm": ("qwen3", "model.norm.weight", "unknown"),
-    "a norm of queries": ("qwen3", f"{LAYER}self_attn.q_norm.weight", "unknown"),
-    "a norm's bias": ("starcoder2", f"{LAYER}input_layernorm.bias", "unknown"),
-    "a linear": ("llama", f"{LAYER}self_attn.k_proj.weight", "misread"),
-    "a linear's bias": ("qwen2", f"{LAYER}self_attn.q_proj.bias", "misread"),
-    "the embedding": ("llama", "model.embed_tokens.weight", "misread"),
-    "the output layer": ("llama", "lm_head.weight", "misread"),
-    "a layer": ("mistral", LAYER, "unknown"),
-    "an expert": ("deepseek_v3", f"{LAYER}mlp.experts.2.", "misread"),
-    "a projection of an expert": ("mixtral", "layers.1.block_sparse_moe.experts.3.w2", "misread"),
-    "all experts of the only such layer": ("deepseek_v3", f"{LAYER}mlp.experts.", "misread"),
-    "one projection of all experts": ("deepseek_v3", "down_proj.weight", "misread"),
-    "a router": ("qwen3_moe", f"{LAYER}mlp.gate.weight", "misread"),
-    "a Conv1D": ("gpt2", "h.1.mlp.c_fc.weight", "misread"),
-}
-"""The family, what the names contain, and what vLLM does, by its default_loader.py: the parameters
-of modules with a quant_method are exempt from its comparison."""
-
-
+ROWS = json.loads(Path(__file__).with_name("incomplete.json").read_text())
+ABSENT, SHAPES, HEADS = ROWS["absent"], ROWS["shapes"], ROWS["heads"]
+"""What is absent: the family, what the names contain, and what vLLM does, by its default_loader.py:
+the parameters of modules with a quant_method are exempt from its comparison. Heads: the family,
+whether the config ties its output layer, what is stored beside the embedding, and what engines do:
+vLLM 0.32 was run, SGLang was read."""
 EMBEDDINGS = (
     "model.embed_tokens.weight",
     "transformer.wte.weight",
@@ -107,7 +92,7 @@ def tell(report: EngineReport) -> str:
 def test_every_engine_is_judged_where_a_tensor_is_missing(
     saved: Callable[[str], Path], tmp_path: Path, what: str
 ) -> None:
-    family, part, in_vllm = ABSENT[what]
+    family, part, in_vllm = ABSENT[what].values()
     reports = ask(damage(saved(family), tmp_path / "x", part))
 
     wanted = {**dict.fromkeys(LOADERS_OF_VLLM, in_vllm), **OTHERS}
@@ -121,26 +106,12 @@ def test_every_engine_is_judged_where_a_tensor_is_missing(
         assert name in why
 
 
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fewer KV heads": ("llama", {"num_key_value_heads": 1}),
-    "more KV heads": ("llama", {"num_key_value_heads": 4}),
-    "fewer heads": ("qwen3", {"num_attention_heads": 2}),
-    "larger heads": ("qwen3", {"head_dim": 32}),
-    "another hidden size": ("llama", {"hidden_size": 64, "head_dim": 8}),
-    "another MLP": ("mistral", {"intermediate_size": 40}),
-    "another vocabulary": ("llama", {"vocab_size": 256}),
-    "smaller experts": ("qwen3_moe", {"moe_intermediate_size": 20}),
-    "larger experts": ("qwen3_moe", {"moe_intermediate_size": 32}),
-    "fewer experts": ("deepseek_v3", {"n_routed_experts": 2}),
-}
-
-
 @pytest.mark.parametrize("what", SHAPES)
 def test_other_shapes_than_those_of_the_config_are_unknown(
     saved: Callable[[str], Path], tmp_path: Path, what: str
 ) -> None:
-    family, config = SHAPES[what]
-    found = judge(damage(saved(family), tmp_path / "x", **config))
+    row = SHAPES[what]
+    found = judge(damage(saved(row["family"]), tmp_path / "x", **row["config"]))
 
     assert found.pop("transformers") == "refused"
     assert set(found.values()) == {"unknown"}
@@ -281,34 +252,6 @@ def test_other_names_than_those_of_the_class(
     change_tensors(folder, lambda tensors: {n: t.clone() for n, t in change(tensors).items()})
 
     assert judge(folder, "vllm", "sglang") == {"vllm": in_vllm, "sglang": in_sglang}
-
-
-HEADS = [
-    ("gemma2", False, "equal", "refused", "unknown"),
-    ("gemma2", False, "", "unknown", "unknown"),
-    ("gemma3_text", False, "other", "ok", "unknown"),
-    ("gemma3_text", False, "", "misread", "unknown"),
-    ("gemma3n_text", False, "equal", "refused", "unknown"),
-    ("gemma2", True, "equal", "refused", "ok"),
-    ("gemma2", True, "", "ok", "ok"),
-    ("llama", False, "other", "ok", "ok"),
-    ("llama", True, "equal", "ok", "ok"),
-    ("llama", True, "other", "ok", "misread"),
-    ("llama", True, "of 64 bits", "ok", "unknown"),
-    ("gpt_neox", True, "equal", "ok", "ok"),
-    ("gpt_neox", True, "other", "misread", "misread"),
-    ("cohere", True, "equal", "ok", "ok"),
-    ("cohere", True, "other", "misread", "misread"),
-    ("cohere", False, "other", "misread", "misread"),
-    ("lfm2", False, "other", "misread", "ok"),
-    ("bloom", True, "equal", "refused", "ok"),
-    ("gptj", True, "", "refused", "ok"),
-    ("gptj", True, "other", "ok", "misread"),
-    ("mixtral", True, "", "ok", "misread"),
-    ("mixtral", True, "other", "ok", "ok"),
-]
-"""The family, whether the config ties its output layer, what is stored beside the embedding, and
-what engines do: vLLM 0.32 was run, SGLang was read."""
 
 
 @pytest.mark.parametrize(("family", "is_tied", "stored", "in_vllm", "in_sglang"), HEADS)

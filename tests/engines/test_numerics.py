@@ -8,7 +8,6 @@ import pytest
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
-from fp8calib.numerics.formats import Rounding
 
 NUMERICS = {key: engine.numerics for key, engine in ENGINES.items() if engine.numerics is not None}
 PLAIN = Numerics(name="plain")
@@ -17,15 +16,6 @@ SETTINGS = [f.name for f in fields(Numerics) if f.name not in {"name", "run", "s
 
 def _differences(numerics: Numerics) -> set[str]:
     return {name for name in SETTINGS if getattr(numerics, name) != getattr(PLAIN, name)}
-
-
-def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_the_file() -> None:
-    assert PLAIN.kv_rounding is Rounding.NEAREST_EVEN
-    assert PLAIN.kv_unsaturated == frozenset()
-    assert (PLAIN.smallest_dynamic_scale, PLAIN.smallest_group_scale) == (0.0, 0.0)
-    is_on = {name for name in SETTINGS if getattr(PLAIN, name) is True}
-    kept = {"kv_scales_e5m2", "kv_per_head", "kv_scales_latents"}
-    assert is_on == {*kept, "prompt_reads_cache"}
 
 
 def test_the_reference_is_the_plain_rule() -> None:
@@ -72,13 +62,3 @@ def test_the_smallest_scales_are_the_numbers_of_the_engines() -> None:
         "vllm-cpu": 0.0,
         "sglang": 1e-10 / 448,
     }
-
-
-def test_only_the_cpu_kernel_rounds_toward_zero() -> None:
-    assert [name for name, p in NUMERICS.items() if p.kv_rounding is Rounding.TOWARD_ZERO] == [
-        "vllm-cpu"
-    ]
-
-
-def test_the_query_is_quantized_by_the_engines_that_run_it_in_fp8() -> None:
-    assert [name for name, p in NUMERICS.items() if p.quantizes_query] == ["vllm", "sglang"]
