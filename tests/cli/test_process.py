@@ -17,6 +17,8 @@ import pytest
 from fp8calib import __version__
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import snapshot
+from tests.kit.forks import start_fork
+from tests.kit.minutes import takes_minutes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")
@@ -78,7 +80,7 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * 128}] * 2000)
     before = snapshot(tmp_path)
     options = ("--samples", 2000, "--seq-len", 128, "--dump", tmp_path / "out", "--json")
-    process = start(*PROGRAM, "verify", model, "--data", rows, *options)
+    process = start_fork("fp8calib", "verify", model, "--data", rows, *options)
     assert process.stderr is not None
     talk = next((line for line in process.stderr if "computing in" in line), "")
     assert talk, "ended before it began to compute"
@@ -185,6 +187,7 @@ def run_on_terminal(columns: int, *arguments: object) -> tuple[str, float, float
     return text.replace("\r", "\n"), first_s, time.monotonic() - started
 
 
+@takes_minutes
 def test_a_terminal_shows_life_at_once_and_a_bar_that_fits(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 import types
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +54,31 @@ PAIRS = [
 """MXFP8 is in `test_check_mx.py`."""
 
 
+_FOLDER = tempfile.TemporaryDirectory()
 EMPTY = ModelGeometry(architecture="", model_type="", checkpoint_dtype="float32", layers=())
 
 
 def make(
     folder: Path, form: str, scheme: str, family: str = "llama", ignore: str = "", **sizes: int
 ) -> Path:
-    """Quantize a tiny model with KV scales."""
-    zoo.save(family, folder / "model", **sizes)
+    """Quantize a tiny model with KV scales; the same one is made once."""
+    made = _make(form, scheme, family, ignore, tuple(sizes.items()))
+    return Path(shutil.copytree(made, folder, dirs_exist_ok=True)) / "out"
+
+
+@cache
+def _make(
+    form: str, scheme: str, family: str, ignore: str, sizes: tuple[tuple[str, int], ...]
+) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
+    zoo.save(family, folder / "model", **dict(sizes))
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
     settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
         scales = find_scales(stats, checkpoint, settings, find_selection(checkpoint).require())
     ignored = (ignore,) if ignore else ()
-    return run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored).out
+    run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored)
+    return folder
 
 
 def ask(folder: Path, engine: str, tp: int = 1) -> EngineReport:
