@@ -6,8 +6,8 @@ tables again.
 
 from __future__ import annotations
 
+import csv
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from fp8calib.numerics.formats import E4M3FN
 from tests.cli import quantized_sources as sources
 from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
+from tests.docs.pages import DOCS, ROOT, compare_generated, make_table
 from tests.formats.foreign import FOLDER, find_geometry
 
 MODEL = FOLDER / "llama"
@@ -44,33 +45,11 @@ ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
 STATS = "`stats.safetensors`"
 STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time, path or host"
 REPORT_DESCRIPTION = "coverage, saturation, warnings, serving commands, duration"
-_TRANSFORMERS = "engines/test_check_agrees_transformers.py"
-RUN: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("kv-overlay", "vllm"): ("real_engines/test_live_scales.py", "exports(name)"),
-    ("kv-overlay-head", "vllm"): ("real_engines/test_live_scales.py", '"kv-overlay-head"'),
-    ("tgi", "vllm"): ("real_engines/fuzz/forms.py", '_write_dialect("tgi")'),
-    ("rfc", "sglang"): ("real_engines/test_sglang_scales.py", '"rfc"'),
-    ("compressed-tensors, `attn_head`", "vllm"): (
-        "real_engines/test_foreign_files.py",
-        '"llmcompressor-kv-head"',
-    ),
-    ("ModelOpt, KV cache alone", "vllm"): ("real_engines/test_foreign_files.py", '"modelopt-kv"'),
-    ("kv-overlay", "transformers"): (_TRANSFORMERS, '"kv-overlay"'),
-    ("kv-overlay-head", "transformers"): (_TRANSFORMERS, '"kv-overlay-head"'),
-    ("tgi", "transformers"): (_TRANSFORMERS, '"tgi"'),
-    ("compressed-tensors", "transformers"): (_TRANSFORMERS, '"llmcompressor-fp8-static-kv"'),
-    ("compressed-tensors, `attn_head`", "transformers"): (
-        _TRANSFORMERS,
-        '"llmcompressor-kv-head"',
-    ),
-    ("AutoFP8, `k_scale` and `v_scale`", "transformers"): (_TRANSFORMERS, '"quark-autofp8-kv"'),
-    ("AutoFP8, `kv_scale`", "transformers"): (
-        "engines/kv_cases.json",
-        '"autofp8\'s old kv_scale"',
-    ),
-    ("ModelOpt", "transformers"): (_TRANSFORMERS, '"modelopt-fp8-kv"'),
-    ("ModelOpt, KV cache alone", "transformers"): (_TRANSFORMERS, '"modelopt-kv"'),
-    ("Quark", "transformers"): (_TRANSFORMERS, '"quark-fp8-kv"'),
+RUN = {
+    tuple(row[:2]): row[2:]
+    for row in csv.reader(
+        Path(__file__).with_name("matrix_run.tsv").open(), delimiter="\t", quoting=csv.QUOTE_NONE
+    )
 }
 """Forms that the engine itself loads: the test under `tests`, and a text in it."""
 FOR_NO_ENGINE = ("TensorRT-LLM rank files", "AMMO `.npz`")
@@ -238,7 +217,7 @@ def show_formats() -> str:
         ["always", "`stats.safetensors`", STATS_DESCRIPTION],
         ["always", "`report.json`", REPORT_DESCRIPTION],
     ]
-    return _show_table(["format", "under `--out`", "what it is"], [*always, *rows])
+    return make_table(["format", "under `--out`", "what it is"], [*always, *rows])
 
 
 def _describe_output(dialect: Dialect) -> tuple[str, str]:
@@ -256,7 +235,7 @@ def show_fp8_dialects() -> str:
         ]
         for dialect in FP8_DIALECTS.values()
     ]
-    return _show_table(["`--format`", "what it is", "schemes"], rows)
+    return make_table(["`--format`", "what it is", "schemes"], rows)
 
 
 def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
@@ -265,7 +244,7 @@ def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
     for name, row in cells.items():
         alike.setdefault(tuple(map(str, row.values())), []).append(_quote(name))
     rows = [["; ".join(names), *row] for row, names in alike.items()]
-    return _show_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
+    return make_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
 
 
 def show_only_read() -> str:
@@ -275,7 +254,7 @@ def show_only_read() -> str:
     rows = [
         [f"`{key}`: {title} {version}", *texts] for key, (title, version, *texts) in named.items()
     ]
-    return _show_table(titles, rows)
+    return make_table(titles, rows)
 
 
 def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]]) -> str:
@@ -290,23 +269,18 @@ def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]
             words = [status, "run"] if (name, engine) in RUN else [status]
             row.append(", ".join(words) + (f" ({', '.join(found)})" if found else ""))
         rows.append(row)
-    table = _show_table(["format", *ENGINE_TITLES.values()], rows)
-    return "\n".join([table, "", *(f"{number}. {text}" for text, number in numbers.items())])
+    table = make_table(["format", *ENGINE_TITLES.values()], rows)
+    notes = "".join(f"{number}. {text}\n" for text, number in numbers.items())
+    return f"{table}\n{notes}"
 
 
 def _quote(name: str) -> str:
     return f"`{name}`" if name in WRITERS else name
 
 
-def _show_table(titles: list[str], rows: list[list[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 # --- the tables and the pages --------------------------------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
 SAID = {
     "heads": "scales per head became one: the largest of a layer's heads",
     "ranks": "the scales of 2 ranks became 1: each is the largest of the rank's heads",
@@ -339,17 +313,8 @@ def cells(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     }
 
 
-def _compare_page(page: str, name: str, text: str) -> None:
-    path = ROOT / "docs" / page
-    shown = path.read_text()
-    begin, end = f"<!-- {name}: made by tests/cli/test_matrix.py -->\n", "\n<!-- end -->"
-    assert shown.count(begin) == 1
-    start = shown.index(begin) + len(begin)
-    stop = shown.index(end, start)
-    if os.environ.get("FP8CALIB_WRITE_README"):
-        path.write_text(shown[:start] + text + shown[stop:])
-        return
-    assert shown[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it again"
+def compare_page(page: str, name: str, text: str) -> None:
+    compare_generated(DOCS / page, text, maker="tests/cli/test_matrix.py", name=name)
 
 
 def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> None:
@@ -359,24 +324,24 @@ def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> 
 
 
 def test_the_page_lists_every_format_that_is_written() -> None:
-    _compare_page("formats.md", "formats", show_formats())
+    compare_page("formats.md", "formats", show_formats())
 
 
 def test_the_page_lists_every_fp8_dialect() -> None:
-    _compare_page("quantize.md", "FP8 dialects", show_fp8_dialects())
+    compare_page("quantize.md", "FP8 dialects", show_fp8_dialects())
 
 
 def test_the_page_lists_the_engines_that_were_only_read() -> None:
-    _compare_page("reference.md", "engines only read", show_only_read())
+    compare_page("reference.md", "engines only read", show_only_read())
 
 
 def test_the_page_says_what_conversions_lose(cells: Cells) -> None:
-    _compare_page("reference.md", "conversions", show_conversions(cells))
+    compare_page("reference.md", "conversions", show_conversions(cells))
 
 
 def test_the_page_says_what_engines_do_with_every_form(places: dict[str, Path]) -> None:
     asked = {name: place for name, place in places.items() if name not in (STATS, *FOR_NO_ENGINE)}
-    _compare_page(
+    compare_page(
         "formats.md", "engines", show_engines({name: judge(asked[name]) for name in asked})
     )
 
