@@ -111,3 +111,56 @@ def save(folder: Path, tensors: Tensors, config: object) -> Path:
         document["quantization_config"] = config
     (folder / "config.json").write_text(json.dumps(document))
     return folder
+
+
+# --- the cases of `fp8_cases.json` ---------------------------------------------------------------
+
+KNOWN: dict[str, Any] = {
+    "ct static": CT_STATIC,
+    "ct channel": CT_CHANNEL,
+    "ct block": CT_BLOCK,
+    "autofp8 static": AUTOFP8_STATIC,
+    "autofp8 dynamic": AUTOFP8_DYNAMIC,
+    "nvfp4": modelopt("NVFP4"),
+    "quark": quark(),
+    "quantizer": quantizer(),
+    "group": group(quantizer(), None),
+    **{name: CONFIGS[name] for name in ("finegrained", "fbgemm", "quark spec")},
+    **{name: CONFIGS[name] for name in CONFIGS if name.startswith("auto-round")},
+}
+
+
+def find_config(described: Any) -> Any:
+    """Find a config by its name, or by parts that are `like` known ones, with other entries."""
+    if isinstance(described, str):
+        return KNOWN[described]
+    return _resolve(described)
+
+
+def _resolve(described: Any) -> Any:
+    if not isinstance(described, dict):
+        return described
+    changes = {key: _resolve(value) for key, value in described.items()}
+    base = KNOWN[changes.pop("like")] if "like" in changes else {}
+    gone = changes.pop("without", ())
+    return {key: value for key, value in base.items() if key not in gone} | changes
+
+
+def make_tensors(described: Mapping[str, Any]) -> Tensors:
+    """Make tensors of `codes`, of a number, or of dtype, shape and numbers; @ is `LINEAR`."""
+    return {name.replace("@", LINEAR): _make(each) for name, each in described.items()}
+
+
+def _make(described: Any) -> torch.Tensor:
+    if described == "codes":
+        return codes(CODES)
+    if not isinstance(described, list):
+        return scalar(described)
+    dtype, shape, numbers = described
+    is_fp8 = dtype.startswith("float8")
+    made = torch.tensor(numbers, dtype=torch.uint8 if is_fp8 else torch.float64)
+    made = (made.expand(shape) if made.dim() == 0 else made.reshape(shape)).contiguous()
+    return made.view(getattr(torch, dtype)) if is_fp8 else made.to(getattr(torch, dtype))
+
+
+CASES: dict[str, Any] = json.loads(Path(__file__).with_name("fp8_cases.json").read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -18,15 +17,12 @@ from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import (
-    AUTO_ROUND,
-    AUTO_ROUND_ALONE,
-    AUTO_ROUND_BLOCK,
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
+    CASES,
     CODES,
     CT_BLOCK,
     CT_STATIC,
-    FBGEMM,
     FINEGRAINED,
     LINEAR,
     MODELOPT,
@@ -35,8 +31,10 @@ from tests.formats.fp8_handmade import (
     Tensors,
     codes,
     compressed_tensors,
+    find_config,
     group,
     linear,
+    make_tensors,
     modelopt,
     quantizer,
     quark,
@@ -59,120 +57,26 @@ ROWS = torch.tensor([0.5, 4.0])
 BY_ROW = [[value * 0.5 for value in VALUES[0]], [value * 4 for value in VALUES[1]]]
 
 PER_CHANNEL = quantizer(strategy="channel")
-FLOAT: dict[str, object] = {"type": "float"}
 QUARK_TOKEN = {"dtype": "fp8_e4m3", "is_dynamic": True, "qscheme": "per_channel"}
 
-ALONE, BOTH, BY_ROWS = (
-    linear(scale=HALF),
-    linear(scale=HALF, input_scale=INPUT),
-    linear(scale=ROWS.reshape(2, 1)),
-)
-FEW_KEYS = {"targets": ["Linear"]} | dict.fromkeys(("weights", "input_activations"), FLOAT)
-ZERO = torch.zeros(1, dtype=torch.float8_e4m3fn)
-OLD_BLOCKS = quantizer(strategy="BLOCK", type="FLOAT", block_structure="1x4")
-FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activation, str]] = {
-    "few keys": (
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": FEW_KEYS}},
-        BOTH,
-        HALVED,
-        STATIC,
-        "compressed-tensors",
-    ),
-    "groups without a strategy": (
-        compressed_tensors(group(PER_CHANNEL, FLOAT | {"dynamic": True, "group_size": 128})),
-        BY_ROWS,
-        BY_ROW,
-        GROUP,
-        "compressed-tensors",
-    ),
-    "capitals and old blocks": (
-        compressed_tensors(group(OLD_BLOCKS, PER_TOKEN)),
-        BY_ROWS,
-        BY_ROW,
-        TOKEN,
-        "compressed-tensors",
-    ),
-    "zero point": (
-        CT_STATIC,
-        BOTH | {f"{LINEAR}.{name}_zero_point": ZERO for name in ("weight", "input")},
-        HALVED,
-        STATIC,
-        "compressed-tensors",
-    ),
-    "autofp8 dynamic": (AUTOFP8_DYNAMIC, ALONE, HALVED, TOKEN, "autofp8"),
-    "transformers per tensor": (
-        {
-            "quant_method": "fp8",
-            "activation_scheme": "static",
-            "weight_block_size": None,
-            "modules_to_not_convert": ["vision_tower"],
-        },
-        linear()
-        | {
-            f"{LINEAR}.weight_scale_inv": HALF.bfloat16(),
-            f"{LINEAR}.activation_scale": INPUT.bfloat16(),
-        },
-        HALVED,
-        STATIC,
-        "finegrained",
-    ),
-    "modelopt mixed": (
-        modelopt("MIXED_PRECISION")
-        | {"quant_method": "modelopt_mixed"}
-        | {"quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}},
-        BOTH,
-        HALVED,
-        STATIC,
-        "modelopt",
-    ),
-    "quark token": (quark(QUARK_TOKEN), ALONE, HALVED, TOKEN, "quark"),
-    "quark list": (quark([QUARK_TOKEN]), ALONE, HALVED, TOKEN, "quark"),
-    "quark weights only": (quark(None), ALONE, HALVED, NONE, "quark"),
-    "fbgemm": (
-        FBGEMM,
-        BY_ROWS,
-        BY_ROW,
-        Activation(kind=InputScaling.TOKEN, upper_bound=1200.0),
-        "fbgemm_fp8",
-    ),
-    "auto-round static": (
-        AUTO_ROUND,
-        linear(scale=ROWS, input_scale=INPUT.reshape(1)),
-        BY_ROW,
-        STATIC,
-        "auto-round",
-    ),
-    "auto-round weights only": (
-        AUTO_ROUND_ALONE,
-        linear(scale=HALF.reshape(1)),
-        HALVED,
-        NONE,
-        "auto-round",
-    ),
-    "auto-round block": (
-        AUTO_ROUND_BLOCK,
-        linear() | {f"{LINEAR}.weight_scale_inv": HALF.reshape(1, 1).bfloat16()},
-        HALVED,
-        GROUP,
-        "auto-round",
-    ),
-}
-"""Beside those of `tests/foreign`, which `test_foreign.py` reads."""
+ALONE = linear(scale=HALF)
 
 
 def _open(folder: Path, tensors: Tensors, config: object, *, fuse: bool = False) -> Fp8Checkpoint:
     return Fp8Checkpoint.open(save(folder, tensors, config), fuse=fuse)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CASES["forms"])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bool) -> None:
-    config, tensors, expected, activation, method = FORMS[form]
-    checkpoint = _open(tmp_path, dict(tensors), config, fuse=fuse)
-    assert checkpoint.read(WEIGHT).tolist() == expected
+    """Beside those of `tests/foreign`, which `test_foreign.py` reads."""
+    row = CASES["forms"][form]
+    tensors = make_tensors(row["tensors"])
+    checkpoint = _open(tmp_path, tensors, find_config(row["config"]), fuse=fuse)
+    assert checkpoint.read(WEIGHT).tolist() == (HALVED if row["values"] == "halved" else BY_ROW)
     assert checkpoint.read(WEIGHT).dtype == checkpoint.dtype(WEIGHT) == torch.float32
-    assert checkpoint.activation(WEIGHT) == activation
-    assert checkpoint.dialect.name == method
+    assert checkpoint.activation(WEIGHT) == Activation(**row["inputs"])
+    assert checkpoint.dialect.name == row["method"]
     assert checkpoint.quantized == {WEIGHT}
     assert list(checkpoint.tensors) == [WEIGHT]
 
