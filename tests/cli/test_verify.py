@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -60,8 +61,7 @@ def files(calibrated: tuple[Path, Outcome]) -> Path:
 @pytest.fixture
 def gate(tmp_path: Path) -> Callable[..., Path]:
     def write(**limits: float) -> Path:
-        entries = ", ".join(f'"{name}": {limit:f}' for name, limit in limits.items())
-        (tmp_path / "gate.json").write_text(f"{{{entries}}}")
+        (tmp_path / "gate.json").write_text(json.dumps(limits))
         return tmp_path / "gate.json"
 
     return write
