@@ -12,7 +12,7 @@ import pytest
 from fp8calib.engines.status import Evidence
 from tests.real_engines import package
 from tests.real_engines.package import open_package
-from tests.real_engines.probe import Probe
+from tests.real_engines.type_facts import Probe
 from tests.real_engines.read_engines import FactsFile, Source, list_changes
 
 RULES = '''

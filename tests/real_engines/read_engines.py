@@ -31,8 +31,7 @@ from scripts.engine_page import list_loading_rules
 from tests.real_engines import sglang_facts, vllm_facts
 from tests.real_engines.class_facts import list_spans, read_classes
 from tests.real_engines.package import Package, list_names, open_package
-from tests.real_engines.probe import Probe
-from tests.real_engines.type_facts import read_types
+from tests.real_engines.type_facts import Probe, read_types
 
 ROOT = Path(__file__).parents[2]
 _PATH = re.compile(r"[\w./-]+\.(?:py|cuh)\b")

@@ -23,7 +23,6 @@ from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
 from fp8calib.engines.status import Evidence
 from fp8calib.engines.weights.reader import ACCEPTED
 from tests.real_engines.package import Package
-from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
     LAYER,
     MX_CONFIGS,
@@ -33,11 +32,12 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_sglang_configs,
 )
-from tests.real_engines.sglang_attention import (
+from tests.real_engines.sglang_sources import (
+    REQUIREMENT,
     gives_scales_a_place,
+    list_entries,
+    list_models_with_scales,
 )
-from tests.real_engines.sglang_loader import list_models_with_scales
-from tests.real_engines.sglang_sources import REQUIREMENT, list_entries
 from tests.real_engines.sglang_survey import (
     MODELS,
     OTHERS,
@@ -46,7 +46,7 @@ from tests.real_engines.sglang_survey import (
     hold_zeros,
     survey,
 )
-from tests.real_engines.type_facts import read_auto_round, read_demanded, read_own_types
+from tests.real_engines.type_facts import Probe, read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_sources import take
 
 ROOT = Path(__file__).parents[2]

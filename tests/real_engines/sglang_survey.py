@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 
 import torch
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from tests.engines.check_handmade import spell
-from tests.real_engines.sglang_attention import gives_scales_a_place
-from tests.real_engines.sglang_loader import list_models_with_scales
 from tests.real_engines.sglang_models import _parse, hold_kv_scales, load, read_classes
+from tests.real_engines.sglang_sources import gives_scales_a_place, list_models_with_scales
 
 QUANTIZATION = "sglang/srt/layers/quantization/"
 CONFIGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -29,85 +32,52 @@ CONFIGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "quark": ("quark/quark.py", ("QuarkConfig",)),
 }
 """By method: the file and the classes of its config; the second is a base of the first."""
+_NAMES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
 MODELS = {
-    "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
-    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "minicpm3": "MiniCPM3ForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmo": "OlmoForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "opt": "OPTForCausalLM",
-    "persimmon": "PersimmonForCausalLM",
-    "phi": "PhiForCausalLM",
-    "phi3": "Phi3ForCausalLM",
+    name: _NAMES[name]
+    for name in (
+        *("cohere", "cohere2", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma", "gemma2"),
+        *("gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe", "gpt_oss", "granite"),
+        *("granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "llama"),
+        *("llama4_text", "minicpm3", "minimax_m2", "mistral", "mixtral", "olmo", "olmo2", "olmoe"),
+        *("opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        *("qwen3_next", "stablelm", "starcoder2"),
+    )
+} | {
     "phimoe": "PhiMoEForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForConditionalGeneration",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "stablelm": "StableLmForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
 }
 """Model types, and the class that SGLang has for them; their attention is called self_attn."""
 OTHERS = {
-    "arcee": "ArceeForCausalLM",
-    "dbrx": "DbrxForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
+    name: _NAMES[name]
+    for name in (
+        *("arcee", "dbrx", "deepseek_v2", "gpt2", "gptj", "hy_v3", "lfm2_moe", "mellum"),
+        "nemotron_h",
+    )
+} | {
     "exaone_moe": "ExaoneMoEForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gptj": "GPTJForCausalLM",
-    "hy_v3": "HYV3ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "mellum": "MellumForCausalLM",
     "muse_spark_text": "MuseSparkForConditionalGeneration",
-    "nemotron_h": "NemotronHForCausalLM",
     "qwen3_omni_moe_text": "Qwen3OmniMoeForConditionalGeneration",
     "step3p5": "Step3p5ForCausalLM",
 }
 """More of them, of which only the attention is looked at."""
-WRAPPERS = {
-    "cohere2_vision": ("Cohere2VisionForConditionalGeneration", "cohere2", "Cohere2ForCausalLM"),
-    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", ""),
-    "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text", ""),
-    "gemma4": ("Gemma4ForConditionalGeneration", "gemma4_text", ""),
-    "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text", ""),
-    "glm4v_moe": ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", ""),
-    "glmasr": ("GlmAsrForConditionalGeneration", "llama", ""),
-    "interns1": ("InternS1ForConditionalGeneration", "qwen3", ""),
-    "lfm2_vl": ("Lfm2VlForConditionalGeneration", "lfm2", "Lfm2ForCausalLM"),
-    "llama4": ("Llama4ForConditionalGeneration", "llama4_text", ""),
-    "mllama": ("MllamaForConditionalGeneration", "mllama_text_model", ""),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ""),
-    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "qwen2", ""),
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "qwen2_vl_text", ""),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ""),
-    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ""),
-    "voxtral": ("VoxtralForConditionalGeneration", "llama", "LlamaForCausalLM"),
+_TEXT_TYPES = {
+    "cohere2_vision": "cohere2",
+    **{name: f"{name}_text" for name in ("gemma3", "gemma3n", "gemma4", "glm4v", "glm4v_moe")},
+    **{name: f"{name}_text" for name in ("llama4", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")},
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "mllama": "mllama_text_model",
+    "glmasr": "llama",
+    "lfm2_vl": "lfm2",
+    "qwen2_audio": "qwen2",
+    "voxtral": "llama",
 }
+_HANDED_ON = ("cohere2_vision", "lfm2_vl", "voxtral")
+WRAPPERS = {
+    name: (_NAMES[name], text, _NAMES[text] if name in _HANDED_ON else "")
+    for name, text in _TEXT_TYPES.items()
+} | {"interns1": ("InternS1ForConditionalGeneration", "qwen3", "")}
 """Types with other inputs beside text: their class, the text model's type, and its class where the
 weights are handed on to it."""
 OWN_TEXT = {"InternS1ForConditionalGeneration": "Qwen3ForCausalLM"}

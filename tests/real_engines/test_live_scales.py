@@ -14,10 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-import fp8calib
 from fp8calib.plugins.vllm.live_scales import READ_ATTRIBUTE
 from tests.cli.program import run
-from tests.engines.vllm_cases import CASES
 from tests.plugins.vllm.live_cases import (
     FAULTS,
     GOLDENS,
@@ -26,7 +24,6 @@ from tests.plugins.vllm.live_cases import (
     load_answers,
     write_model,
 )
-from tests.real_engines.exports import Exports
 from tests.real_engines.test_vllm_server import FP8, serve
 from tests.real_engines.vllm_job import PYTHON, ROOT, VllmServer
 
@@ -34,17 +31,6 @@ TEXT = [list(range(5, 45))]
 TINY = {"dtype": "float32"}
 SCORED = ("zeros_on_device", "stale_float", "stale_cpu", "swapped")
 """Faults with which the kernel still runs: it refuses zero."""
-CHECKPOINTS = (
-    *("plain", "ct pair", "ct k alone", "ct q", "ct rounded", "ct one layer of two"),
-    *("per head", "per head, NaN", "per head, 4 of q", "scales for fnuz"),
-    *("fp8 pair", "fp8 kv_scale", "fp8 rounded", "fp8 k 0.5, v 0", "quark names of outputs"),
-    *("modelopt pair", "modelopt k -0.5, v -0.25", "quark pair", "an index without the scales"),
-)
-MODELS = (
-    *("llama-sharded", "llama-4-kv-heads", "qwen2", "qwen3", "phi3", "opt", "gpt2", "gptj"),
-    *("gpt_neox", "starcoder2", "gemma3", "mixtral", "qwen3_moe"),
-    *("gemma3n", "qwen3_next", "falcon", "deepseek_v3"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -208,30 +194,3 @@ def test_a_server_is_asked_over_http(folder: Path, monkeypatch: pytest.MonkeyPat
         assert httpx.get(f"{url}/health").is_success
     assert outcome.code == 4
     assert f"--worker-extension-cls {worker}" in outcome.err
-
-
-def test_every_checkpoint_that_vllm_loads_agrees_with_the_replay(
-    exports: Exports, vllm: VllmServer, tmp_path: Path
-) -> None:
-    """Forms of checkpoints and architectures, one engine each."""
-    folders = {name: CASES[name].write(tmp_path / name.replace(" ", "-")) for name in CHECKPOINTS}
-    folders |= {name: exports(name) / "kv-overlay" for name in MODELS}
-    folders["per head"] = exports("llama", "kv-overlay-head") / "kv-overlay-head"
-
-    options = {"dtype": "bfloat16"}
-    engines = [
-        ({**options, "model": str(each)}, [["audit", str(each)]]) for each in folders.values()
-    ]
-    answers = dict(zip(folders, vllm.run(*engines), strict=True))
-
-    different = {name: each for name, (each,) in answers.items() if "engines" not in each}
-    for name in answers.keys() - different.keys():
-        replayed = json.loads(fp8calib.check(folders[name], engine="vllm-cpu").model_dump_json())
-        found, expected = (
-            [each["engines"]["vllm-cpu"][key] for key in ("layers", "suspicious", "unknown")]
-            for each in (answers[name][0], replayed)
-        )
-        if found != expected:
-            different[name] = found
-    assert len(answers) > 20
-    assert different == {}

@@ -15,7 +15,7 @@ from tests.engines.check_handmade import (
 )
 from tests.engines.test_check_sglang_json import GOOD, change
 from tests.kit.numbers import finite
-from tests.real_engines.sglang_loader import Loader, extract_loader
+from tests.real_engines.sglang_sources import Loader, extract_loader
 
 FACTORS = (
     '{"0": {"0": 0.05, "1": 0.04}}',

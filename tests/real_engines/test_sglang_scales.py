@@ -13,8 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.real_engines.exports import Exports, read_json_scales
-from tests.real_engines.sglang_loader import Loader, extract_loader
-from tests.real_engines.sglang_sources import open_sglang, read_models
+from tests.real_engines.sglang_sources import Loader, extract_loader, open_sglang, read_models
 from tests.real_engines.vllm_sources import take
 
 TPS = (1, 2, 4)
@@ -42,16 +41,6 @@ def test_every_rank_gets_its_scale_of_every_layer(
     assert found == read_json_scales(file, str(rank))
     assert sorted(found) == list(range(layers))
     assert found == read_json_scales(out / f"rfc.tp{tp}.json", f"rank{rank}")
-
-
-def test_the_ranks_of_one_file_have_scales_of_their_own(exports: Exports) -> None:
-    out = exports("llama-4-kv-heads", "vllm-json", "rfc", tps=TPS)
-    file = out / "kv_cache_scales.tp4.json"
-    ranks = [read_json_scales(file, str(rank)) for rank in range(4)]
-    (whole,) = [read_json_scales(out / "kv_cache_scales.tp1.json", "0")]
-
-    assert len({tuple(scales.values()) for scales in ranks}) == 4
-    assert {layer: max(scales[layer] for scales in ranks) for layer in whole} == whole
 
 
 @pytest.mark.parametrize("tp", TPS)

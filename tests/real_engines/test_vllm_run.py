@@ -15,9 +15,6 @@ from fp8calib.plugins.vllm.loader import LoaderAnswer, ask_loader
 from tests import zoo
 from tests.kit.checkpoints import change_json
 from tests.real_engines.exports import Exports, read_scales
-from tests.real_engines.fuzz.architectures import save_model
-from tests.real_engines.fuzz.draw import parse_case
-from tests.real_engines.fuzz.evaluate import write
 from tests.real_engines.vllm_job import PYTHON, VllmServer
 
 
@@ -95,26 +92,6 @@ def test_a_weight_without_the_rows_of_the_last_rank_names_the_rank(
 
     assert report.layers[0].k.status == "refused"
     assert "stops at the weights on rank 1 of 2: " in report.layers[0].k.why
-
-
-@pytest.mark.parametrize("scheme", ["fp8-block", "w8a16"])
-def test_linears_are_loaded_for_which_a_cpu_has_no_kernel(tmp_path: Path, scheme: str) -> None:
-    answer = ask(write_case(tmp_path, f"compressed-tensors/{scheme}+kv", "llama"), 1)
-
-    assert (answer.error, answer.stage, answer.missing) == ("", "done", ())
-
-
-def test_a_router_that_two_modules_hold_is_not_missing(tmp_path: Path) -> None:
-    answer = ask(write_case(tmp_path, "kv-overlay", "dots1"), 1)
-
-    assert (answer.error, answer.stage, answer.missing) == ("", "done", ())
-
-
-def write_case(folder: Path, form: str, architecture: str) -> Path:
-    save_model(architecture, folder / "model", "bfloat16")
-    case = parse_case(f"1:1 {form} none {architecture} bfloat16 0")
-    write(case, folder / "model", folder / "written")
-    return folder / "written"
 
 
 def cut(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,9 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from fp8calib.engines.facts.release import FOLDER, list_newer_types, parse_version
+from fp8calib.engines.status import Evidence
 from tests.real_engines.package import Package, UnavailableError, open_package
 
 TYPES = FOLDER / "transformers_types.json"
@@ -115,3 +117,21 @@ def read_auto_round(package: Package) -> Iterator[str]:
             yield from (f"{key} {value}" for value in sorted(ast.literal_eval(node.value)))
     if package.has("inc/schemes/inc_mxfp8_moe.py"):
         yield "experts of MXFP8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """How to read a fact in the package of a release."""
+
+    read: Callable[[Package], Iterable[str] | bool]
+    """Gives the values that are true of the release, or whether the fact is true."""
+    source: str
+    how: Evidence
+    """Run, where functions of the package are run; read, where its text is."""
+    is_difference: bool = False
+    """Values that are true of all known releases are no facts."""
+
+    def list_values(self, package: Package) -> list[str]:
+        """List the values that are true of a release; an empty one for a fact without values."""
+        found = self.read(package)
+        return [""] * found if isinstance(found, bool) else [*found]

@@ -15,7 +15,6 @@ from fp8calib.engines.status import Evidence
 from fp8calib.engines.weights.reader import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
-from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
     LAYER,
     MX_CONFIGS,
@@ -26,7 +25,7 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_vllm_configs,
 )
-from tests.real_engines.type_facts import read_auto_round, read_demanded, read_own_types
+from tests.real_engines.type_facts import Probe, read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_gpus import read_multiplied, read_order, read_stored
 from tests.real_engines.vllm_sources import (
     COMPRESSED,

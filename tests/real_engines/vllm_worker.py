@@ -56,64 +56,39 @@ class Worker(FP8CalibWorker):
         """Plant one of the faults below on this rank."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         modules = [module for _, module in self.fp8calib_list_attention()]
-        getattr(self, f"fp8calib_plant_{fault}")(rank, modules)
+        if fault in ("swapped", "shifted", "doubled"):
+            _move(fault, modules)
+            return
+        ranks, layers, roles, number, copies = FAULTS[fault]
+        for module in modules[layers] if rank in ranks else ():
+            for role in roles:
+                _put(module, role, number, ATTRIBUTES[copies])
 
-    def fp8calib_plant_one_layer(self, rank: int, modules: list[Any]) -> None:
-        """Reset K of layer 2 on the last rank."""
-        if rank == 1:
-            _put(modules[2], "k", 1.0)
 
-    def fp8calib_plant_zeros(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
-        """Set everything to zero."""
-        for module in modules:
-            for role in "kvq":
-                _put(module, role, 0.0)
+_ALL = slice(None)
+FAULTS: dict[str, tuple[tuple[int, ...], slice, str, float, slice]] = {
+    "one_layer": ((1,), slice(2, 3), "k", 1.0, _ALL),
+    "zeros": ((0, 1), _ALL, "kvq", 0.0, _ALL),
+    "zeros_on_device": ((0, 1), _ALL, "kv", 0.0, slice(1)),
+    "stale_float": ((1,), slice(1, None), "kv", 1.0, slice(1, 2)),
+    "stale_cpu": ((0,), _ALL, "v", 1.0, slice(2, None)),
+    "query": ((0, 1), slice(1), "q", 0.5, _ALL),
+    "not_a_number": ((1,), slice(3, 4), "v", float("nan"), _ALL),
+}
+"""Ranks, layers, roles, the number that is put there, and into which of `ATTRIBUTES`."""
 
-    def fp8calib_plant_zeros_on_device(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
-        """Set the tensors of the device to zero."""
-        for module in modules:
-            for role in "kv":
-                _put(module, role, 0.0, ATTRIBUTES[:1])
 
-    def fp8calib_plant_stale_float(self, rank: int, modules: list[Any]) -> None:
-        """Leave the float of layers 1 to 3 at 1.0 on the last rank."""
-        for module in modules[1:] if rank == 1 else ():
-            for role in "kv":
-                _put(module, role, 1.0, ATTRIBUTES[1:2])
-
-    def fp8calib_plant_stale_cpu(self, rank: int, modules: list[Any]) -> None:
-        """Leave the CPU copy of V at 1.0 on the first rank."""
-        for module in modules if rank == 0 else ():
-            _put(module, "v", 1.0, ATTRIBUTES[2:])
-
-    def fp8calib_plant_swapped(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
-        """Swap K and V."""
-        for module in modules:
-            k, v = module._k_scale_float, module._v_scale_float
-            _put(module, "k", v)
-            _put(module, "v", k)
-
-    def fp8calib_plant_shifted(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
-        """Give each layer the scales of the next one."""
-        for role in "kv":
-            numbers = [getattr(module, f"_{role}_scale_float") for module in modules]
-            for module, number in zip(modules, numbers[1:], strict=False):
-                _put(module, role, number)
-
-    def fp8calib_plant_doubled(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
-        """Double all scales, as for e4m3fnuz."""
-        for module in modules:
-            for role in "kv":
-                _put(module, role, 2 * getattr(module, f"_{role}_scale_float"))
-
-    def fp8calib_plant_query(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
-        """Change q of layer 0."""
-        _put(modules[0], "q", 0.5)
-
-    def fp8calib_plant_not_a_number(self, rank: int, modules: list[Any]) -> None:
-        """Put NaN into V of layer 3 of the last rank."""
-        if rank == 1:
-            _put(modules[3], "v", float("nan"))
+def _move(fault: str, modules: list[Any]) -> None:
+    """Give the layers scales of other roles, of the next layer, or twice their own."""
+    held = [{role: getattr(each, f"_{role}_scale_float") for role in "kv"} for each in modules]
+    for index, module in enumerate(modules):
+        for role, other in ("kv", "vk"):
+            if fault == "swapped":
+                _put(module, role, held[index][other])
+            elif fault == "doubled":
+                _put(module, role, 2 * held[index][role])
+            else:
+                _put(module, role, held[min(index + 1, len(held) - 1)][role])
 
 
 def _put(module: Any, role: str, number: float, attributes: tuple[str, ...] = ATTRIBUTES) -> None:

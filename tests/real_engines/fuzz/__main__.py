@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
 
 from tests.real_engines.fuzz.compare import Kind
 from tests.real_engines.fuzz.draw import Case, draw, parse_case
-from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Result
-from tests.real_engines.fuzz.report import print_report
-from tests.real_engines.fuzz.workers import evaluate
+from tests.real_engines.fuzz.engines import (
+    RunObserver,
+    TransformersObserver,
+    VllmObserver,
+    observe_sglang,
+    read_wheel,
+)
+from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Evaluator, Observe, Result
+from tests.real_engines.vllm_job import ForkServer
 
 ENGINES = ("vllm", "transformers", "sglang")
 ASKED_BY_NAME = ("run", RUN_IN_CHECK)
@@ -67,6 +81,131 @@ def _choose_cases(options: argparse.Namespace) -> list[Case]:
     if options.agreement:
         return draw(options.agreement, options.seed, undamaged=_UNDAMAGED_IN_AGREEMENT)
     return draw(options.fuzz, options.seed)
+
+
+def evaluate(
+    cases: Iterable[Case], folder: Path, engines: Collection[str], count: int
+) -> Iterator[Result]:
+    """Give the results as they come; one fork of this process gets all cases of an architecture."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.architecture, []).append(case)
+    context = multiprocessing.get_context("fork")
+    names: SimpleQueue[str] = context.SimpleQueue()
+    servers = {}
+    with ExitStack() as stack:
+        for number in range(count):
+            name = str(number)
+            names.put(name)
+            if not {"vllm", "run", RUN_IN_CHECK}.isdisjoint(engines):
+                servers[name] = stack.enter_context(ForkServer(folder / f"vllm-{name}.log"))
+        if "sglang" in engines:
+            read_wheel()  # once, while vLLM is imported
+        gc.freeze()  # or every fork goes through all of torch's objects
+        pool = stack.enter_context(
+            ProcessPoolExecutor(
+                count,
+                mp_context=context,
+                initializer=_Worker.begin,
+                initargs=(names, folder, engines, servers),
+            )
+        )
+        for future in as_completed([pool.submit(_Worker.evaluate, g) for g in groups.values()]):
+            yield from future.result()
+
+
+class _Worker:
+    """What runs in one of the forks."""
+
+    evaluator: Evaluator
+
+    @classmethod
+    def begin(
+        cls,
+        names: SimpleQueue[str],
+        folder: Path,
+        engines: Collection[str],
+        servers: dict[str, ForkServer],
+    ) -> None:
+        """Make the evaluator, with the first server that no other worker has."""
+        name = names.get()
+        own = folder / name
+        own.mkdir()
+        observers: dict[str, Observe] = {}
+        run = RunObserver(servers[name], own) if name in servers else None
+        if run is not None:
+            vllm = VllmObserver(servers[name], own)
+            vllms = {"vllm": vllm, RUN_IN_CHECK: vllm, "run": run}
+            observers |= {each: vllms[each] for each in vllms if each in engines}
+        if "transformers" in engines:
+            observers["transformers"] = TransformersObserver(own)
+        if "sglang" in engines:
+            observers["sglang"] = observe_sglang
+        cls.evaluator = Evaluator(own, observers, run.ask if run is not None else None)
+
+    @classmethod
+    def evaluate(cls, cases: Sequence[Case]) -> list[Result]:
+        return [cls.evaluator(case) for case in cases]
+
+
+_WIDTH = 400
+_EXAMPLES = 8
+_CAUSE_WIDTH = 120
+_VARYING = {
+    r"'[^']*'|\"[^\"]*\"": "NAME",
+    r"/\S+": "PATH",
+    r"\w+(\.\w+)*[._]\w+": "NAME",
+    r"-?\b\d[\w.+-]*": "N",
+    r"\b[A-Z]\w*?(ForCausalLM|Model|Attention|MLP|DecoderLayer)\b": "NAME",
+}
+"""Patterns of what differs between checkpoints in texts of the same cause."""
+
+
+def print_report(results: Sequence[Result]) -> None:
+    """Print the disagreements by kind and cause, then how many cases agree."""
+    causes = defaultdict(list)
+    for result in results:
+        for engine, finding in result.findings.items():
+            texts = (_normalize(finding.check), _normalize(finding.engine))
+            causes[finding.kind, engine, texts].append((result.case, finding))
+    worst_first = sorted(causes.items(), key=lambda item: list(Kind).index(item[0][0]))
+    for (kind, engine, _), items in worst_first:
+        _, first = items[0]
+        print(f"\n{kind.value.upper()}\n* {engine}, {len(items)} times")
+        print(f"  check:  {_cut(first.check)}")
+        print(f"  engine: {_cut(first.engine)}")
+        for case, _ in items[:_EXAMPLES]:
+            print(f'  repeat: scripts/test-engines --engine {engine} --case "{case}"')
+    for engine in sorted({e for r in results for e in (*r.agreed, *r.findings, *r.excluded)}):
+        _print_counts(engine, results)
+    _print_reasons("not written", [result.unwritten for result in results if result.unwritten])
+
+
+def _normalize(text: str) -> str:
+    """Give the first line of a text without names, paths and numbers."""
+    line = next(iter(text.splitlines()), "")
+    for pattern, put in _VARYING.items():
+        line = re.sub(pattern, put, line)
+    return line[:_CAUSE_WIDTH]
+
+
+def _cut(text: str) -> str:
+    """Shorten a text in the middle: the end of an error names the engine's line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 90]} ... {line[-80:]}"
+
+
+def _print_counts(engine: str, results: Sequence[Result]) -> None:
+    print(f"\n{engine}: {sum(engine in result.agreed for result in results)} agree")
+    kinds = Counter(r.findings[engine].kind for r in results if engine in r.findings)
+    for kind in Kind:
+        print(f"  {kinds[kind]:4}  {kind.value}")
+    _print_reasons("not compared", [r.excluded[engine] for r in results if engine in r.excluded])
+
+
+def _print_reasons(label: str, reasons: Sequence[str]) -> None:
+    for reason, count in Counter(reasons).most_common():
+        print(f"  {count:4}  {label}: {_cut(reason)}")
 
 
 if __name__ == "__main__":

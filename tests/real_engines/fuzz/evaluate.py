@@ -18,13 +18,18 @@ from fp8calib.cli import main_inner
 from fp8calib.errors import Fp8CalibError
 from fp8calib.plugins.vllm.loader import LoaderAnswer
 from tests.real_engines.fuzz.architectures import save_model
-from tests.real_engines.fuzz.compare import Finding, Kind, compare, find_refusal
+from tests.real_engines.fuzz.compare import (
+    Finding,
+    Kind,
+    Observation,
+    compare,
+    find_exclusion,
+    find_refusal,
+)
 from tests.real_engines.fuzz.draft import UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, Case
 from tests.real_engines.fuzz.engines import find_index, list_tensors
-from tests.real_engines.fuzz.exclusions import find_exclusion
 from tests.real_engines.fuzz.forms import FORMS
-from tests.real_engines.fuzz.observation import Observation
 from tests.real_engines.vllm_job import PYTHON
 
 Observe = Callable[[Case, Path, Path], Observation | None]

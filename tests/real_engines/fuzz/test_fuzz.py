@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from tests.real_engines.fuzz import evaluate
 from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST, save_model
-from tests.real_engines.fuzz.compare import Kind, compare
+from tests.real_engines.fuzz.compare import (
+    HeldPair,
+    Kind,
+    Observation,
+    compare,
+)
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, draw, parse_case
-from tests.real_engines.fuzz.evaluate import Evaluator
 from tests.real_engines.fuzz.forms import FORMS
-from tests.real_engines.fuzz.observation import (
-    HeldPair,
-    Observation,
-    dequantize,
-    describe_difference,
-)
 
 
 def test_three_hundred_cases_have_every_form_damage_and_architecture() -> None:
@@ -134,46 +130,3 @@ def test_disagreements_are_told_apart(
 ) -> None:
     found = compare(report, seen, STORED, has_kv=True)
     assert (found and found.kind) is kind
-
-
-def test_a_crash_of_check_is_a_disagreement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(*_: object) -> None:
-        raise KeyError("x")
-
-    monkeypatch.setattr(evaluate, "main_inner", crash)
-    evaluator = Evaluator(tmp_path, {"vllm": lambda *_: Observation()})
-    result = evaluator(parse_case("1:0 fp8 none llama bfloat16 1"))
-    assert result.findings["vllm"].kind is Kind.CRASH
-
-
-@pytest.mark.parametrize(
-    ("scale", "rows"),
-    [
-        ([[0.5]], [[0.5, 1.0], [2.0, 4.0]]),
-        ([0.5, 2.0], [[0.5, 4.0], [2.0, 16.0]]),
-        ([[0.5], [2.0]], [[0.5, 4.0], [2.0, 16.0]]),
-        ([0.5, 2.0, 3.0], [[1.0, 2.0], [4.0, 8.0]]),
-    ],
-)
-def test_codes_get_their_scales(scale: list[object], rows: list[list[float]]) -> None:
-    """Of a square matrix a scale belongs to a column in vLLM's [in, out], else to a row."""
-    codes = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
-    scales = torch.tensor(scale)
-    found = dequantize({"w": codes, "w_scale": scales}, is_transposed=True)["w"]
-    assert found.tolist() == rows
-    turned = dequantize({"w": codes.T.contiguous(), "w_scale": scales})["w"]
-    assert turned.T.tolist() == rows
-
-
-def test_rounding_is_no_difference_and_damage_is() -> None:
-    meant = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    rounded = (meant * 100).to(torch.float8_e4m3fn).float() / 100
-    lacks_row = rounded.clone()
-    lacks_row[7] = 0
-    for held in (rounded, rounded.T):
-        assert describe_difference({"w": held}, {"w": meant}) == ""
-    for held in (rounded * 1.2, rounded * math.nan, rounded[:32], lacks_row, lacks_row.T):
-        assert describe_difference({"w": held}, {"w": meant}).startswith("w differs by ")
-    assert describe_difference({}, {"w": meant}) == "w is not there"

@@ -20,12 +20,10 @@ import torch
 from pydantic import TypeAdapter
 
 from tests.real_engines.fuzz.architectures import save_model
-from tests.real_engines.fuzz.compare import Finding, Kind, compare
+from tests.real_engines.fuzz.compare import Finding, Kind, Observation, compare, find_exclusion
 from tests.real_engines.fuzz.draw import UNDRAWN, Case
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
 from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, list_stored
-from tests.real_engines.fuzz.exclusions import find_exclusion
-from tests.real_engines.fuzz.observation import Observation
 from tests.real_engines.peers.cells import ARCHITECTURES
 from tests.real_engines.vllm_job import ROOT, ForkServer
 
