@@ -15,6 +15,8 @@ from typing import Any, Self
 
 import torch
 
+from tests.cli.conftest import WORDS
+
 Predict = Callable[[Sequence[int]], torch.Tensor]
 """Token ids -> log-probabilities of the next token at every position: [L, V]."""
 
@@ -53,6 +55,11 @@ class Asked:
 Break = Callable[[Asked, Reply], Reply]
 
 
+def tokenize(text: str) -> list[int]:
+    """Tokenize as the models' tokenizer does."""
+    return [WORDS.index(word) if word in WORDS else 2 for word in text.split()]
+
+
 class FakeServer:
     """Runs in a thread while the context is open."""
 
@@ -63,7 +70,6 @@ class FakeServer:
         decode: Predict | None = None,
         kind: str = "vllm",
         broken: Break = lambda _asked, reply: reply,
-        tokenize: Callable[[str], list[int]] = lambda _text: [],
         max_model_len: int = 4096,
         certificate: Path | None = None,
     ) -> None:
@@ -71,7 +77,6 @@ class FakeServer:
         self._decode = decode or predict
         self._kind = kind
         self._broken = broken
-        self._tokenize = tokenize
         self._max_model_len = max_model_len
         self._certificate = certificate
         self._lock = threading.Lock()
@@ -144,7 +149,7 @@ class FakeServer:
                 card = {"id": "tiny", "owned_by": self._kind, "max_model_len": self._max_model_len}
                 return _reply({"object": "list", "data": [card]})
             case "/tokenize":
-                return _reply({"tokens": self._tokenize(asked.body["prompt"])})
+                return _reply({"tokens": tokenize(asked.body["prompt"])})
             case "/generate" if "logprob_start_len" in asked.body:
                 return _reply(self._score_ids(asked.body))
             case "/generate":

@@ -63,19 +63,13 @@ def predict(ids: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits, -1)
 
 
-def tokenize(text: str) -> list[int]:
-    """Tokenize as the model's tokenizer does."""
-    words = ["<s>", "</s>", "<unk>", "user", "assistant", ":", *(f"w{i}" for i in range(90))]
-    return [words.index(word) if word in words else 2 for word in text.split()]
-
-
 @pytest.fixture
 def ask(command: Command, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give a function that verifies against a server, and needs an error."""
     monkeypatch.setenv("FP8CALIB_SERVER_KEY", KEY)
 
     def asked(code: int, broken: Break, *options: object, **more: Any) -> str:
-        with FakeServer(predict, broken=broken, tokenize=tokenize, **more) as server:
+        with FakeServer(predict, broken=broken, **more) as server:
             started = time.monotonic()
             text = fail(
                 *(code, *command(server.url), "--dtype", "float32"),
@@ -254,8 +248,8 @@ def test_a_reference_that_writes_tokens_of_another_vocabulary(command: Command) 
             document["choices"][0]["token_ids"][0] = 200000
 
     with (
-        FakeServer(predict, tokenize=tokenize) as server,
-        FakeServer(predict, tokenize=tokenize, broken=edit(rewrite)) as other,
+        FakeServer(predict) as server,
+        FakeServer(predict, broken=edit(rewrite)) as other,
     ):
         text = fail(4, *command(server.url), "--reference-server", other.url, "--sampled")
     assert "the answer to sequence " in text
@@ -263,7 +257,7 @@ def test_a_reference_that_writes_tokens_of_another_vocabulary(command: Command) 
 
 
 def test_a_reference_that_is_or_may_be_the_server_itself(command: Command) -> None:
-    with FakeServer(predict, tokenize=tokenize) as server:
+    with FakeServer(predict) as server:
         asked = (*command(server.url), "--reference-server")
         text = fail(2, *asked, f"{server.url}/v1")
         other = server.url.replace("127.0.0.1", "localhost")
@@ -297,7 +291,7 @@ def test_a_sequence_that_gets_no_answer_is_sent_again(
         is_lost = asked.path == COMPLETIONS and asked.number == number
         return replace(right, **reply) if is_lost else right
 
-    with FakeServer(predict, broken=lose, tokenize=tokenize) as server:
+    with FakeServer(predict, broken=lose) as server:
         options = ("--server-timeout", TIMEOUT_S, "--json")
         found = succeed(*command(server.url), *options).json
         assert server.count(COMPLETIONS) == 2 * SEQUENCES + repeated
@@ -311,7 +305,7 @@ def test_the_key_is_sent_without_space_and_never_written(
 ) -> None:
     monkeypatch.setenv("FP8CALIB_SERVER_KEY", key)
     page, dump = tmp_path / "page.html", tmp_path / "dump.safetensors"
-    with FakeServer(predict, tokenize=tokenize) as server:
+    with FakeServer(predict) as server:
         outputs = ("--report", page, "--dump", dump)
         found = succeed(*command(f"{server.url}/v1/"), *outputs)
         sent = {asked.headers.get("Authorization") for asked in server.asked}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from fp8calib.model.shapes import Site
 from fp8calib.plugins.server.diagnose import (
     UNCHANGED,
     Changes,
@@ -20,10 +18,9 @@ from fp8calib.plugins.server.diagnose import (
     explain_with_faults,
     needs_faults,
 )
-from fp8calib.plugins.server.estimates import TopTokens, WrittenText, low_variance
-from fp8calib.plugins.server.faults import Fault, list_kv_faults
+from fp8calib.plugins.server.estimates import TopTokens, WrittenText
+from fp8calib.plugins.server.faults import Fault
 from fp8calib.verification.emulation.candidate import Candidate
-from tests.plugins.server import planted
 
 SEQUENCES = 12
 LENGTH = 65
@@ -59,13 +56,6 @@ def explain(found: Diagnosis, given: Changes, effects: Mapping[str, Effect]) -> 
     faults = {name: fault for name, (fault, _) in effects.items()}
     changed = {name: each for name, (_, each) in effects.items()}
     return explain_with_faults(found, given, "x", faults, changed)
-
-
-def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
-    found = diagnose(changes(draw(1) + draw(3, 0.5), a=draw(1), b=draw(2)))
-    assert (found.finding, found.name) == (ServerFinding.CANDIDATE, "a")
-    assert found.correlation == pytest.approx(1 / 1.25**0.5, abs=0.03)
-    assert found.fits[0].residual == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -127,36 +117,6 @@ def test_a_fault_is_named_only_beyond_doubt() -> None:
     assert explain(found, clear, {"fault": effect(0, base + more * 20)}).name == "fault"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the model that needs scales in one layer."""
-    folder = tmp_path_factory.mktemp("diagnose") / "model"
-    planted.save_model(folder)
-    return folder
-
-
-def test_lost_k_or_v_scales_are_faults_where_both_have_scales(folder: Path) -> None:
-    """Otherwise it is the candidate, or scale 1.0."""
-    runner = planted.Runner(folder, torch.float32)
-    sites = list(runner.emulate(None).quantizers)
-    names = {role: f"x without its {role} scales" for role in ("k", "v")}
-
-    def find(values: dict[Site, float]) -> Mapping[str, Fault]:
-        candidate = replace(runner.emulate(values), name="x")
-        faults = list_kv_faults(candidate, runner.geometry)
-        return {name: faults[name] for name in names.values() if name in faults}
-
-    for role in names:
-        assert not find({site: 3.0 if site.role == role else 1.0 for site in sites})
-    faults = find(dict.fromkeys(sites, 3.0))
-    for role, name in names.items():
-        assert faults[name].layer is None
-        quantizers = faults[name].emulation.quantizers
-        assert {s for s in sites if quantizers[s].scale == 1.0} == {
-            s for s in sites if s.role == role
-        }
-
-
 # --- estimates ------------------------------------------------------------------------------------
 
 
@@ -184,14 +144,6 @@ def top_tokens(p: torch.Tensor, q: torch.Tensor, num: int, sent: int) -> TopToke
     return TopTokens(p=p.gather(1, ids), q=q.gather(1, ids), has_sent=(ids == sent).any(1))
 
 
-def test_both_estimates_have_the_divergence_as_their_mean(
-    both: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    p, q = both
-    assert (p.exp() * low_variance(p, q)).sum(1) == pytest.approx(exact(p, q).numpy())
-    assert low_variance(p, q).min() >= 0
-
-
 @pytest.mark.parametrize("num", [1, 3, 11])
 def test_the_bound_is_below_and_the_corrected_estimate_has_the_right_mean(
     both: tuple[torch.Tensor, torch.Tensor], num: int
@@ -203,15 +155,6 @@ def test_the_bound_is_below_and_the_corrected_estimate_has_the_right_mean(
         assert (top.merged() <= exact(p, q) + 1e-12).all()
         mean += p[:, sent].exp() * top.corrected(p[:, sent], q[:, sent])
     assert mean == pytest.approx(exact(p, q).numpy(), abs=1e-9)
-
-
-def test_the_bound_by_hand() -> None:
-    """P = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4); q's first token is named, the others are one."""
-    p, q = torch.tensor([[0.25]]).log().double(), torch.tensor([[0.5]]).log().double()
-    top = TopTokens(p=p, q=q, has_sent=torch.tensor([True]))
-    expected = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert top.merged().item() == pytest.approx(expected)
-    assert top.covered == pytest.approx(0.25)
 
 
 def test_a_token_that_only_one_server_names_counts_among_the_others() -> None:

@@ -15,28 +15,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fp8calib
-from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.plugins.server import server as compare_with_server
+from fp8calib.plugins.server.answers import AnswerError, SequenceScores, ServerScores
+from fp8calib.plugins.server.decoding import Decoded, DecodingAnswers, assess_decoding
+from fp8calib.plugins.server.kinds import KINDS
 from fp8calib.verification.report import VerifyReport
-from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
 from tests.plugins.server import planted
 from tests.plugins.server.fake import Asked, FakeServer, Predict, Reply
-from tests.plugins.server.test_broken_servers import tokenize
 
 LENGTH = 40
 ROWS = 6
 QUICK = ("--seq-len", LENGTH, "--dtype", "float32")
 ENGINE = ("--engine", planted.ENGINE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the model that needs scales in one layer, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("server") / "model"
-    planted.save_model(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +43,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def runner(model: Path) -> planted.Runner:
-    """Compute what the server computes, in fp32."""
-    return planted.Runner(model, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def unscaled(runner: planted.Runner) -> Predict:
-    """Give what a server without scales predicts."""
-    return runner.predict(runner.emulate(None))
-
-
-@pytest.fixture(scope="module")
-def plain(runner: planted.Runner) -> Predict:
-    """Give what an unquantized server predicts."""
-    return runner.predict(keep_modules(runner.emulate(None), frozenset()))
-
-
 def ask(url: str, model: Path, data: Path, *options: object) -> Any:
     return succeed(
         "server", url, model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--json", *options
@@ -82,7 +55,7 @@ def test_every_kind_gives_the_same_figures(
     found = {}
     for kind in ("vllm", "sglang"):
         dump = tmp_path / f"{kind}.safetensors"
-        with FakeServer(unscaled, kind=kind, tokenize=tokenize) as server:
+        with FakeServer(unscaled, kind=kind) as server:
             report = ask(server.url, model, data, "--dump", dump)
         assert report["server"]["kind"] == kind
         found[kind] = (report["candidates"][0], load_file(dump))
@@ -92,7 +65,7 @@ def test_every_kind_gives_the_same_figures(
     torch.testing.assert_close(vllm[1]["server"], vllm[1]["scale-1.0"], rtol=0, atol=2e-4)
     emulated = report["candidates"][1]
     assert vllm[0]["top1_agreement"] == pytest.approx(emulated["top1_agreement"], abs=0.01)
-    with FakeServer(unscaled, tokenize=tokenize) as server:
+    with FakeServer(unscaled) as server:
         report = ask(server.url, model, data, "--server-logprobs", 0)
     assert report["candidates"][0] == vllm[0] | {
         "description": report["candidates"][0]["description"],
@@ -116,7 +89,7 @@ def test_the_python_function_gives_the_same_report(
             server_logprobs=2,
         )
 
-    with FakeServer(unscaled, tokenize=tokenize) as server, warnings.catch_warnings():
+    with FakeServer(unscaled) as server, warnings.catch_warnings():
         warnings.simplefilter("ignore", fp8calib.Fp8CalibWarning)
         expected = ask(server.url, model, data, "--server-logprobs", 2)
         found = asyncio.run(in_a_notebook(server.url)).model_dump(mode="json")
@@ -135,7 +108,7 @@ def test_a_server_that_no_candidate_explains_does_not_just_pass(
         logits[torch.arange(len(ids) - 1), torch.tensor(ids[1:])] += 2.0
         return torch.log_softmax(logits, -1)
 
-    with FakeServer(predict, tokenize=tokenize) as server:
+    with FakeServer(predict) as server:
         report = ask(server.url, model, data, "--gate", "kv")
     row = report["candidates"][0]
     assert row["ppl_ratio"] < 0.9
@@ -156,8 +129,8 @@ def test_the_divergence_on_text_that_the_model_wrote(
 ) -> None:
     dump = tmp_path / "dump.safetensors"
     with (
-        FakeServer(unscaled, tokenize=tokenize) as server,
-        FakeServer(plain, tokenize=tokenize) as writer,
+        FakeServer(unscaled) as server,
+        FakeServer(plain) as writer,
     ):
         reference = ("--reference-server", writer.url) if is_reference else ()
         report = ask(
@@ -195,8 +168,8 @@ def test_engine_differences_are_subtracted(
         return disturbed
 
     with (
-        FakeServer(disturb(unscaled), tokenize=tokenize) as server,
-        FakeServer(disturb(plain), tokenize=tokenize) as other,
+        FakeServer(disturb(unscaled)) as server,
+        FakeServer(disturb(plain)) as other,
     ):
         report = ask(server.url, model, data, "--reference-server", other.url)
     assert report["advice"].startswith("The server behaves like scale-1.0 (correlation 0.")
@@ -209,8 +182,8 @@ def test_a_model_that_does_not_fit_is_compared_with_a_server(
     model: Path, data: Path, unscaled: Predict, plain: Predict
 ) -> None:
     with (
-        FakeServer(unscaled, tokenize=tokenize) as server,
-        FakeServer(plain, tokenize=tokenize) as other,
+        FakeServer(unscaled) as server,
+        FakeServer(plain) as other,
     ):
         command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE, "--memory", "1M")
         assert "--memory" in fail(2, *command)
@@ -233,8 +206,8 @@ def test_the_other_server_has_a_kind_and_a_model_of_its_own(
         return reply.with_json({"data": cards})
 
     with (
-        FakeServer(unscaled, tokenize=tokenize) as server,
-        FakeServer(plain, kind="sglang", tokenize=tokenize, broken=add_model) as other,
+        FakeServer(unscaled) as server,
+        FakeServer(plain, kind="sglang", broken=add_model) as other,
     ):
         options = ("--server-kind", "vllm", "--reference-server", other.url)
         text = fail(4, "server", server.url, model, "--data", data, *QUICK, *ENGINE, *options)
@@ -249,7 +222,7 @@ def test_a_dump_of_another_machine_replaces_the_model(
 ) -> None:
     dump = tmp_path / "dump.safetensors"
     succeed("verify", model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--dump", dump)
-    with FakeServer(unscaled, tokenize=tokenize) as server:
+    with FakeServer(unscaled) as server:
         report = ask(server.url, model, data, "--reference-dump", dump)
         assert report["advice"] == (
             "The server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
@@ -267,3 +240,156 @@ def test_a_dump_of_another_machine_replaces_the_model(
         save_file(tensors, dump, metadata=metadata)
         damaged = fail(5, *other, *QUICK, *ENGINE, "--no-pack")
         assert "damaged: reference has NaN or infinity" in damaged
+
+
+WRITTEN_LENGTH, WRITTEN_ROWS = 32, 4
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planted.write_ids(
+        tmp_path_factory.mktemp("ids") / "i.jsonl", WRITTEN_ROWS, WRITTEN_LENGTH, seed=1
+    )
+
+
+def verify(model: Path, data: Path, url: str, *options: object) -> Any:
+    size = ("--seq-len", WRITTEN_LENGTH, "--dtype", "float32", "--no-pack", *ENGINE)
+    return run("server", url, model, "--data", data, *size, "--decode", *options)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_fault_in_decoding_alone_is_found(
+    kind: str, model: Path, ids: Path, plain: Predict, unscaled: Predict
+) -> None:
+    """Prompts are scored without any fault; each token of a step lacks its scales."""
+    with FakeServer(plain, decode=unscaled, kind=kind) as server:
+        found = verify(model, ids, server.url, "--json", "--gate", "kv")
+    report = found.json
+    decoding = report["server"]["decoding"]
+    assert report["server"]["finding"] == "unquantized"
+    assert (decoding["answer"], decoding["tokens"]) == (
+        "worse",
+        WRITTEN_ROWS * (WRITTEN_LENGTH // 2 - 1),
+    )
+    assert decoding["prompt_tokens"] == WRITTEN_ROWS * WRITTEN_LENGTH // 2
+    assert decoding["noise_rms"] < 1e-6
+    assert report["decision"]["headline"].startswith("Decoding and prompts do not agree: ")
+    row = report["candidates"][0]
+    assert (row["name"], row["verdict"]) == ("server", "warn")
+    assert row["verdict_why"].endswith("decoding and prompts do not agree")
+
+
+def test_decoding_that_agrees_is_said_to(model: Path, ids: Path, unscaled: Predict) -> None:
+    with FakeServer(unscaled) as server:
+        found = verify(model, ids, server.url)
+    assert found.out.splitlines()[0].startswith("Decoding and prompts agree: the same tokens")
+    assert "The server behaves like scale-1.0" in found.out
+
+
+def answer(
+    changes: Sequence[Sequence[float]], *, noise: Sequence[float] = (0.0,), prompt: int = 3
+) -> DecodingAnswers:
+    """Make answers whose decoded tokens differ by `changes` from those of prompts."""
+    decoded, scores = [], []
+    for each in changes:
+        ids = torch.arange(prompt + len(each))
+        scored = torch.full((len(ids) - 1,), -2.0)
+        decoded.append(Decoded(ids=ids, logprobs=scored[prompt - 1 :] + torch.tensor(each)))
+        scores.append(_score(scored))
+    shift = torch.tensor(noise).repeat(1000)
+    again = [
+        Decoded(ids=one.ids, logprobs=one.logprobs + shift[: len(one.logprobs)]) for one in decoded
+    ]
+    return DecodingAnswers(
+        decoded=decoded, again=again, scores=_wrap(scores), scores_again=_wrap(scores)
+    )
+
+
+def _score(logprobs: torch.Tensor) -> SequenceScores:
+    none = torch.empty(len(logprobs), 0)
+    return SequenceScores(logprobs=logprobs, top_ids=none.long(), top_logprobs=none)
+
+
+def _wrap(scores: Sequence[SequenceScores]) -> ServerScores:
+    return ServerScores(url="", kind="vllm", model="m", sequences=tuple(scores))
+
+
+def test_figures_are_those_of_a_hand() -> None:
+    """The first token after a prompt counts for nothing; the noise is half of a change's."""
+    found = assess_decoding(answer([[9.0, 0.3, -0.1], [9.0, 0.1, 0.1]], noise=[0.2]))
+    assert found.tokens == 4
+    assert found.difference_mean == pytest.approx(0.1)
+    assert found.difference_rms == pytest.approx((0.12 / 4) ** 0.5)
+    assert found.noise_rms == pytest.approx((0.04 / 2) ** 0.5)
+
+
+def test_noise_is_no_fault_and_little_text_cannot_tell() -> None:
+    generator = torch.Generator().manual_seed(0)
+    small = (torch.randn(8, 64, generator=generator) * 0.02).tolist()
+    assert assess_decoding(answer(small)).answer == "no-difference"
+    noisy = (torch.randn(8, 400, generator=generator) * 0.2).tolist()
+    same = assess_decoding(answer(noisy, noise=[0.2 * 2**0.5, -0.2 * 2**0.5]))
+    assert same.answer in {"no-difference", "cannot-tell"}
+    assert assess_decoding(answer(noisy)).answer == "worse"
+    unclear = assess_decoding(answer([[0.0, 0.3, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert unclear.answer == "cannot-tell"
+    assert unclear.tokens_to_tell is not None
+    assert unclear.tokens_to_tell > unclear.tokens
+    assert unclear.sentence.endswith(" tokens would tell.")
+
+
+IDS = [5, 3, 8]
+SGLANG = json.loads(
+    """{"text": " a", "output_ids": [7], "meta_info": {
+    "id": "e2b9", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 3,
+    "weight_version": "default", "num_retractions": 0,
+    "input_token_logprobs": [[null, 5, null], [-1.5, 3, null], [-0.25, 8, null]],
+    "output_token_logprobs": [[-0.5, 7, null]], "output_token_logprobs_length": 1,
+    "input_top_logprobs": [null, [[-0.5, 4, null], [-1.5, 3, null]],
+                           [[-0.25, 8, null], [-2.0, 1, null]]],
+    "output_top_logprobs": [[[-0.5, 7, null], [-1.0, 2, null]]],
+    "reasoning_tokens": 0, "completion_tokens": 1, "cached_tokens": 0}}"""
+)
+VLLM = json.loads(
+    """{"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [{"index": 0,
+    "text": " a", "logprobs": null, "finish_reason": "length", "stop_reason": null,
+    "token_ids": [7], "prompt_logprobs": [null,
+    {"3": {"logprob": -1.5, "rank": 2, "decoded_token": "y"},
+     "4": {"logprob": -0.5, "rank": 1, "decoded_token": "v"}},
+    {"8": {"logprob": -0.25, "rank": 1, "decoded_token": "z"},
+     "1": {"logprob": -2.0, "rank": 2, "decoded_token": "u"}}]}],
+    "usage": {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}}"""
+)
+ANSWERS = {"vllm": VLLM, "sglang": SGLANG}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_continuation(name: str) -> None:
+    assert KINDS[name].read_written(ANSWERS[name], 1) == [7]
+    with pytest.raises(AnswerError, match="by 1 tokens, not by 2"):
+        KINDS[name].read_written(ANSWERS[name], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "says"),
+    [
+        ("sglang", ("meta_info", "input_token_logprobs"), [[-1.5, 3, None]], "of 1 tokens, not"),
+        ("sglang", ("meta_info", "input_token_logprobs"), [], "of 0 tokens, not of 2"),
+        (
+            "sglang",
+            ("meta_info", "input_token_logprobs"),
+            None,
+            "meta_info.input_token_logprobs: .*valid list",
+        ),
+        ("sglang", ("meta_info", "input_top_logprobs"), [None], "of 0 positions, not of 2"),
+        ("vllm", ("choices",), [], "choices: .*at least 1 item"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, path: tuple[str, ...], value: Any, says: str) -> None:
+    answer = json.loads(json.dumps(ANSWERS[name]))
+    place = answer
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(AnswerError, match=says):
+        KINDS[name].read_scores(answer, IDS, 2)
