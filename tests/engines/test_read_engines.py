@@ -12,8 +12,8 @@ import pytest
 from fp8calib.engines.status import Evidence
 from tests.real_engines import package
 from tests.real_engines.package import open_package
-from tests.real_engines.type_facts import Probe
 from tests.real_engines.read_engines import FactsFile, Source, list_changes
+from tests.real_engines.type_facts import Probe
 
 RULES = '''
 class Loader:
