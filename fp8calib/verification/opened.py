@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
+from transformers import PreTrainedConfig
 
 from fp8calib.calibration.calibration_stats import (
     STATS_NAME,
@@ -22,7 +23,7 @@ from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
-from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
+from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
 from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
@@ -44,12 +45,11 @@ from fp8calib.verification.candidates import (
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import explain_plain_cache
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.same_config import find_other_setting
 
 Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 _SAMPLE_BYTES = 4096
-_ELEMENTS_AT_ONCE = 2**22
+_BYTES_AT_ONCE = 2**23
 
 
 def require_head(model: RunModel) -> None:
@@ -345,22 +345,69 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
 
 
 def _is_changed(name: str, checkpoint: Checkpoint, original: Checkpoint) -> bool:
-    """Tell whether any value differs: a fine-tune may change a few rows of an embedding only."""
-    if name not in original or original.dtype(name) != checkpoint.dtype(name):
+    """Tell whether any byte differs: a fine-tune may change a few rows of an embedding only."""
+    own, other = checkpoint.tensors[name], original.tensors.get(name)
+    if other is None or (own.dtype, own.shape) != (other.dtype, other.shape):
         return True
-    shape = checkpoint.tensors[name].shape
-    if shape != original.tensors[name].shape:
-        return True
-    # bits are compared: NaN differs from itself
-    rows = shape[0] if len(shape) > 1 else 1
-    step = max(_ELEMENTS_AT_ONCE * rows // max(prod(shape), 1), 1)
-    for start in range(0, rows, step):
-        blocks = (
-            each.read_rows(name, start, min(start + step, rows))
-            if len(shape) > 1
-            else each.read(name)
-            for each in (checkpoint, original)
-        )
-        if not torch.equal(*(each.flatten().view(torch.uint8) for each in blocks)):
+    for start in range(0, own.size_bytes, _BYTES_AT_ONCE):
+        stop = min(start + _BYTES_AT_ONCE, own.size_bytes)
+        mine, theirs = (each.read_array(name, start, stop) for each in (checkpoint, original))
+        if not np.array_equal(mine, theirs):
             return True
     return False
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+_OF_FILES = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    *("quantization_config", "compression_config", "name_or_path", "model_type"),
+)
+"""Keys that say how files are stored and read."""
+_OF_TRAINING = (
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"),
+    *("initializer_range", "pretraining_tp", "router_aux_loss_coef", "router_z_loss_coef"),
+)
+_OF_GENERATION = (
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+    *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("num_logits_to_keep", "is_decoder", "is_encoder_decoder", "id2label", "label2id"),
+    *("problem_type", "chunk_size_feed_forward"),
+)
+_IDLE = frozenset((*_OF_FILES, *_OF_TRAINING, *_OF_GENERATION))
+"""Keys that change nothing of what a forward pass computes from the same weights."""
+_TIED = "tie_word_embeddings"
+
+
+def find_other_setting(raw: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """Name a setting by which a checkpoint computes something else; empty where none does.
+
+    Args:
+        raw: the config.json of the checkpoint.
+        config: that of the model.
+    """
+    own = {key: value for key, value in raw.items() if key != "quantization_config"}
+    if own.get("model_type") != config.model_type:
+        return f"model_type is {own.get('model_type')}, not {config.model_type}"
+    try:
+        read = type(config).from_dict(own)
+    except Exception as error:  # noqa: BLE001 -- of any library, on any value
+        return f"transformers cannot read it: {first_line(error)}"
+    found, expected = (
+        dict(_flatten(each.get_text_config(decoder=True).to_dict())) for each in (read, config)
+    )
+    for key in found.keys() & expected.keys():
+        is_untied = key == _TIED and not found[key]  # it has a copy of the embedding
+        if found[key] != expected[key] and not is_untied:
+            return f"{key} is {found[key]}, not {expected[key]}"
+    return ""
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if key.startswith("_") or key in _IDLE:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
