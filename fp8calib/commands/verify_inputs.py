@@ -47,12 +47,8 @@ _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "server", "__metadata__"})
 
 
 def check_request(request: VerifyRequest) -> None:
-    """Check the options that need no model.
-
-    Raises:
-        UsageError: an option is invalid, or names something unknown.
-        ModelError: a candidate's folder links to files outside of it.
-    """
+    """Check the outputs, and the options that need no model."""
+    _check_outputs(request)
     if request.gate is not None:
         load_gate(request.gate)
     for name in (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path)):
@@ -77,11 +73,7 @@ def check_request(request: VerifyRequest) -> None:
 
 
 def _read_rules(request: VerifyRequest) -> list[Rule]:
-    """Read the rules to compare.
-
-    Raises:
-        UsageError: a name is empty or unknown.
-    """
+    """Read the rules to compare."""
     names = request.rules or ()
     if not all(names):
         raise UsageError("--rules: empty name", hint="give rules as NAME,NAME")
@@ -89,11 +81,7 @@ def _read_rules(request: VerifyRequest) -> list[Rule]:
 
 
 def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
-    """List the candidates; a single one may be given without a list.
-
-    Raises:
-        UsageError: one is neither statistics nor a path.
-    """
+    """List the candidates; a single one may be given without a list."""
     is_list = isinstance(scales, Iterable) and not isinstance(scales, str | BaseModel)
     given: Any = scales if is_list else [scales]
     named: dict[str | int, Scales] = {}  # the same twice is compared once
@@ -115,12 +103,7 @@ def plan_verified(
     specs: Sequence[str],
     rows: Iterable[ReadRow] | None,
 ) -> DataPlan:
-    """Plan the text of a verification; the warnings are about figures, not about scales.
-
-    Raises:
-        UsageError: the length is above the model's maximum, or a data spec is invalid.
-        DataError: the data cannot be read.
-    """
+    """Plan the text of a verification; the warnings are about figures, not about scales."""
     data = read_settings(request, specs)
     plan = plan_text(source, data, rows=rows, part="verify", tokenizer=request.tokenizer)
     few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
@@ -135,12 +118,6 @@ def open_verification(
 
     One that cannot be read or emulated is left out while another is left. The text is read after
     the candidates, which take less time.
-
-    Raises:
-        UsageError: options contradict each other.
-        ModelError: a candidate cannot be read or emulated, or belongs to another model.
-        DataError: the text cannot be read.
-        VerificationError: a weight would be quantized in part.
     """
     require_head(model)
     engine, numerics = find_emulated(request.engine)
@@ -225,12 +202,8 @@ def _warn_of_candidates(
             )
 
 
-def check_outputs(request: VerifyRequest) -> None:
-    """Refuse outputs that cannot be written or would replace other files, before hours of work.
-
-    Raises:
-        UsageError: naming the path.
-    """
+def _check_outputs(request: VerifyRequest) -> None:
+    """Refuse outputs that cannot be written or would replace other files, before hours of work."""
     outputs = [] if request.dump is None else [(Path(request.dump), _is_dump)]
     if request.report is not None:
         from fp8calib.verification.page.page import is_page

@@ -22,7 +22,6 @@ from fp8calib.commands.result import Result, RunHashes, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.commands.verify_inputs import (
-    check_outputs,
     check_request,
     list_scales,
     open_verification,
@@ -134,7 +133,6 @@ def run(
         VerificationError: a model gives NaN or infinity.
         ExportError: a file cannot be written.
     """
-    check_outputs(request)
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request) as model:
@@ -177,11 +175,7 @@ def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
 def hash_inputs(
     asked: Verification, request: VerifyRequest, model: RunModel, specs: Sequence[str]
 ) -> RunHashes:
-    """Hash the files of the model, of the text and of what is compared with it.
-
-    Raises:
-        ModelError: one cannot be read.
-    """
+    """Hash the files of the model, of the text and of what is compared with it."""
     scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
     try:
         used = {each.name for each in asked.opened}
@@ -263,9 +257,6 @@ def finish(
     """Write the output files; an error carries the result, which may have cost hours.
 
     `logprobs` are what --dump writes.
-
-    Raises:
-        ExportError: a file cannot be written.
     """
     gates = GATES if asked.gate is None else {asked.gate.name: asked.gate}
     used = dict.fromkeys(each.gate for each in report.candidates)

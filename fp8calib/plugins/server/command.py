@@ -12,7 +12,6 @@ from fp8calib.commands.model import open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.verify_inputs import (
-    check_outputs,
     check_request,
     open_verification,
     plan_verified,
@@ -65,7 +64,6 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         ExportError: a file cannot be written.
     """
     check_dump(request)
-    check_outputs(request)
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request) as model:
