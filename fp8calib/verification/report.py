@@ -102,12 +102,9 @@ class PositionResult(Frozen):
     ppl_ratio: float
 
 
-class CandidateResult(Frozen):
-    """One candidate beside the unquantized model."""
+class Figures(Frozen):
+    """What a candidate loses on a text; what a server does not give is None."""
 
-    name: str
-    description: str
-    """What is quantized, in words."""
     ppl: float
     ppl_ratio: float
     ppl_ratio_se: float | None
@@ -116,17 +113,28 @@ class CandidateResult(Frozen):
     """For a server, which does not give whole distributions: an estimate or None."""
     kld_se: float | None = None
     """Standard error of the mean, clustered by sequence; None if unknown."""
-    kld_median: float | None
-    kld_p99: float | None
-    kld_max: float | None
+    kld_median: float | None = None
+    kld_p99: float | None = None
+    kld_max: float | None = None
     top1_agreement: float | None
     """Share of tokens for which both models give the largest logit to the same token (the first, if
     several are equal)."""
     top1_se: float | None = None
     """Standard error of the agreement, as of independent tokens."""
-    top1_ties: float | None = 0.0
+    top1_ties: float | None = None
     """Share of tokens that do not agree, though the reference's token has a logit equal to the
     largest."""
+
+
+class _Named(Frozen):
+    name: str
+    description: str
+    """What is quantized, in words."""
+
+
+class CandidateResult(Figures, _Named):
+    """One candidate beside the unquantized model."""
+
     verdict: Verdict
     verdict_why: str
     gate: str

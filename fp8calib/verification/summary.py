@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fp8calib.verification.report import (
-    CandidateResult,
+    Figures,
     PairedAnswer,
     PairedResult,
     PositionResult,
@@ -34,32 +33,16 @@ _FEW_DEGREES = {1: 12.7062, 2: 4.3027, 3: 3.1824}
 """Quantiles of t for 95 %, where the expansion in `t_quantile` is not exact enough."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The scores of a candidate over all tokens."""
+class Summary(Figures):
+    """The figures of a candidate, and what a gate needs beside them."""
 
     tokens: int
     clusters: int
     """The independent parts of the text that standard errors rest on (`standard_error`)."""
-    ppl: float
     log_ratio: float
     """Logarithm of the candidate's perplexity over the reference's."""
     log_ratio_se: float | None
     """None if unknown (`standard_error`)."""
-    ppl_ratio: float
-    """The candidate's perplexity over the reference's."""
-    ppl_ratio_se: float | None
-    """By the delta method; None if unknown."""
-    kld_mean: float | None
-    """None if unknown, as other fields: a server does not give whole distributions."""
-    kld_se: float | None
-    top1_agreement: float | None
-    top1_se: float | None
-    """As of independent tokens."""
-    kld_median: float | None = None
-    kld_p99: float | None = None
-    kld_max: float | None = None
-    top1_ties: float | None = None
 
     @property
     def implied_log_ratio_se(self) -> float:
@@ -123,8 +106,7 @@ def summarize_logprobs(
 
 def list_figures(summary: Summary) -> dict[str, Any]:
     """List the figures of a summary under their names in a report."""
-    names = CandidateResult.model_fields
-    return {name: getattr(summary, name) for name in names if hasattr(summary, name)}
+    return {name: getattr(summary, name) for name in Figures.model_fields}
 
 
 def compute_ppl(logprobs: torch.Tensor) -> float:
