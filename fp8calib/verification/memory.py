@@ -16,7 +16,6 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.errors import UsageError
 from fp8calib.model.device import DTYPES
 from fp8calib.model.live_model import LiveCheckpoint
-from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
 from fp8calib.verification.emulation.emulate import can_share, repeat
@@ -103,7 +102,13 @@ def open_scored(
     Of one in memory, the weights that candidates replace are copied first.
     """
     if isinstance(model.checkpoint, LiveCheckpoint) and any(c.weights for c in asked.candidates):
-        _refuse_inference_tensors(model.prepared.model)
+        named: Iterator[tuple[str, torch.nn.Parameter]] = model.prepared.model.named_parameters()
+        for name, parameter in named:
+            if parameter.is_inference():
+                raise UsageError(
+                    f"{name} was made in torch.inference_mode(), so it cannot be replaced",
+                    hint="load the model outside of inference_mode, or pass its path",
+                )
         model.checkpoint.hold()
     prepared = model.load(mode, progress)
     if mode.streaming is None:
@@ -115,14 +120,3 @@ def open_scored(
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
     with open_streamed(prepared, model.checkpoint, tokens, mode.streaming) as streamed:
         yield streamed
-
-
-def _refuse_inference_tensors(model: LoadedModel) -> None:
-    """Refuse a model whose weights cannot be replaced for a while."""
-    named: Iterator[tuple[str, torch.nn.Parameter]] = model.named_parameters()
-    for name, parameter in named:
-        if parameter.is_inference():
-            raise UsageError(
-                f"{name} was made in torch.inference_mode(), so it cannot be quantized in place",
-                hint="load the model outside of inference_mode, or pass its path",
-            )

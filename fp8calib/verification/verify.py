@@ -205,9 +205,12 @@ def run_verification(
         kv = _assess(asked, rows, klds, pairs, run_fitted)
     noise = None
     if asked.measures_noise:
-        few, size = choose_noise_text(asked.plan, asked.batch_size)
-        again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
-        noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
+
+        def run_again(text: list[Batch]) -> torch.Tensor:
+            return score(model, (), text, progress=progress, stage="noise floor").reference.logprobs
+
+        before = scores.reference.logprobs
+        noise = measure_noise(asked.plan, asked.batch_size, before, run_again)
     report = VerifyReport(
         model=asked.model,
         engine=asked.engine or asked.numerics.name,
@@ -383,31 +386,30 @@ def _assess(
     return assess_need(losing, average(fp8, asked.plan.lengths), added, removed)
 
 
-def compare_noise(
-    before: torch.Tensor, again: torch.Tensor, plan: DataPlan, few: DataPlan
+def measure_noise(
+    plan: DataPlan,
+    batch_size: int,
+    before: torch.Tensor,
+    run: Callable[[list[Batch]], torch.Tensor],
 ) -> NoiseResult:
-    """Compare the scores of the first sequences, run again in batches of another size."""
-    whole = [length - 1 for length in plan.lengths[: len(few.sequences)]]
-    parts = torch.split(before[: sum(whole)], whole)
-    kept = [each[: length - 1] for each, length in zip(parts, few.lengths, strict=True)]
-    changes = again.double() - torch.cat(kept).double()
-    return NoiseResult(tokens=len(again), kld=float(changes.square().mean()) / 2)
-
-
-def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
-    """Choose the text of the noise floor, and the size of its batches.
+    """Compare the scores of the first sequences, `run` again in batches of another size.
 
     Several sequences in place of one are cut, so that a batch has no more tokens than before. Those
     with media stay: each is a batch of its own.
     """
-    few = take_sequences(plan, 0, _NOISE_SEQUENCES)
-    if batch_size > 1:
-        return few, 1
-    cut = [
-        sequence if index in few.media else sequence[: max(2, len(sequence) // _NOISE_BATCH)]
-        for index, sequence in enumerate(few.sequences)
-    ]
-    return replace_sequences(few, cut, few.media), _NOISE_BATCH
+    few, size = take_sequences(plan, 0, _NOISE_SEQUENCES), 1
+    if batch_size == 1:
+        size = _NOISE_BATCH
+        cut = [
+            sequence if index in few.media else sequence[: max(2, len(sequence) // size)]
+            for index, sequence in enumerate(few.sequences)
+        ]
+        few = replace_sequences(few, cut, few.media)
+    again = run(list(batches(few, size)))
+    parts = split_sequences(before, plan.lengths)
+    kept = [part[: length - 1] for part, length in zip(parts, few.lengths, strict=False)]
+    changes = again.double() - torch.cat(kept).double()
+    return NoiseResult(tokens=len(again), kld=float(changes.square().mean()) / 2)
 
 
 def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:

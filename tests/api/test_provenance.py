@@ -14,9 +14,9 @@ import torch
 
 from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import Row
-from fp8calib.data.sequences import batches
+from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import Numerics
-from fp8calib.verification.verify import choose_noise_text, compare_noise
+from fp8calib.verification.verify import measure_noise
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS
 
@@ -120,9 +120,14 @@ def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
     before = torch.tensor([-1.0] * 2 + [-1.2] * 9).repeat(20)
     cases = ((1, [(4, 3)] * 4, 32, 0.1**2 / 2), (8, [(1, 12)] * 16, 176, 0.1**2 / 2))
     for batch_size, shapes, tokens, kld in cases:
-        few, size = choose_noise_text(plan, batch_size)
-        assert [tuple(batch.input_ids.shape) for batch in batches(few, size)] == shapes
+        run: list[Batch] = []
         scored = sum(rows * (length - 1) for rows, length in shapes)
-        found = compare_noise(before, torch.full((scored,), -1.1), plan, few)
+
+        def score(text: list[Batch], run: list[Batch] = run, scored: int = scored) -> torch.Tensor:
+            run += text
+            return torch.full((scored,), -1.1)
+
+        found = measure_noise(plan, batch_size, before, score)
+        assert [tuple(batch.input_ids.shape) for batch in run] == shapes
         assert found.tokens == tokens
         assert found.kld == pytest.approx(kld, rel=1e-5)
