@@ -134,7 +134,7 @@ class Run:
 
     def measure_verification(self) -> Iterator[tuple[str, float]]:
         """Compare a reference and one candidate with a plain forward pass."""
-        seconds = self.seconds("workers.verification_pairs", self.options.rounds)
+        seconds = self.seconds("workers.verification_pass", self.options.rounds)
         for name, (row, _) in VERIFY.items():
             yield row, _ratio(seconds[name], seconds["plain"])
 

@@ -1,8 +1,6 @@
-"""Time a verification and the plain forward pass in one process.
+"""Time verifications of a reference and one candidate, and the plain forward pass.
 
 python -m scripts.benchmarks.workers.verification_pass MODEL TOKENS DTYPE DEVICE ROUNDS
-
-Each verification has three passes: the reference, one candidate, and `scale-1.0`.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fp8calib.commands.recipe import load_recipe
@@ -18,44 +17,37 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.verification.candidates import (
-    Target,
-    build_kv_candidate,
-    build_scheme,
-    build_unscaled,
-)
+from fp8calib.verification.candidates import Target, build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import Verification, run_verification
 from scripts.benchmarks.workers.calibration_pass import Setup, set_up
 from scripts.benchmarks.workers.timing import print_seconds, run_plain
 
 
 def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
-    """Time the verification of a KV candidate and of a static W8A8 one."""
-    numerics = find_emulated("vllm")[1]
+    """Time a KV candidate with two engines' arithmetic, and a static W8A8 one."""
     with set_up(folder, tokens, dtype, device, load_recipe("w8a8-static")) as setup:
-        geometry = setup.prepared.geometry
-        unscaled = build_unscaled(SCALE_ONE, geometry, E4M3FN, numerics)
-
-        def verification(candidate: Candidate) -> Callable[[], object]:
+        runs: dict[str, Callable[[], object]] = {
+            "plain": partial(run_plain, setup.model, setup.sequences)
+        }
+        for name, engine, kind in (
+            ("reference", "reference", "kv"),
+            ("vllm", "vllm", "kv"),
+            ("w8a8", "reference", "w8a8"),
+        ):
+            numerics = find_emulated(engine)[1]
+            candidate = build_candidates(setup, numerics)[kind]
             asked = Verification(
                 model="bench",
-                geometry=geometry,
+                geometry=setup.prepared.geometry,
                 numerics=numerics,
-                # Without fitted scales there is nothing to measure beside the passes.
-                candidates=tuple(replace(each, fitted={}) for each in (candidate, unscaled)),
+                candidates=(replace(candidate, fitted={}),),  # nothing beside the passes
                 plan=setup.plan,
                 dtype=dtype,
                 device=device,
+                shares_batch=device != "cpu",  # of this size, as the command does
             )
-            return lambda: run_verification(asked, setup.prepared, PythonReporter(None))
-
-        candidates = build_candidates(setup, numerics)
-        runs = {
-            "plain": lambda: run_plain(setup.model, setup.sequences),
-            **{name: verification(candidate) for name, candidate in candidates.items()},
-        }
+            runs[name] = partial(run_verification, asked, setup.prepared, PythonReporter(None))
         prepared = {name: (lambda run=run: run) for name, run in runs.items()}
         print_seconds(prepared, rounds=rounds, device=device)
 
