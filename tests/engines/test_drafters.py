@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.drafters import name_in_vllm, number_layer
 from tests import zoo
 from tests.cli.program import run as program
+from tests.cli.program import succeed
 from tests.engines.test_check_weights import ask
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.checkpoints import Tensors, change_config, change_tensors
 
 PLACES = {
     "deepseek_v3": "model.layers.2.",
@@ -50,23 +52,38 @@ both = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 by_family = pytest.mark.parametrize("family", PLACES)
 
 
+def copy_last_layer(folder: Path, place: str, **more: torch.Tensor) -> Path:
+    """Store the last layer again under other names, and more tensors; give the file."""
+    (file,) = folder.glob("*.safetensors")
+
+    def add(tensors: Tensors) -> Tensors:
+        last = {name: each for name, each in tensors.items() if name.startswith(LAST)}
+        copies = {name.replace(LAST, place): each.clone() for name, each in last.items()}
+        return {**tensors, **copies, **more}
+
+    change_tensors(folder, add, file.name)
+    return file
+
+
 def save(folder: Path, family: str, *, promised: bool = True, stored: bool = True) -> Path:
     """Save a model whose drafter is a copy of its last layer, and a linear before it."""
-    zoo.save(family, folder)
-    place = PLACES[family]
-    root = place.partition(".")[0]
+    model = zoo.save(family, folder)
+    root = PLACES[family].partition(".")[0]
     change_config(folder, **dict.fromkeys(KEYS.values()))
     if promised:
         change_config(folder, **{KEYS[root]: 1})
     if stored:
-        (file,) = folder.glob("*.safetensors")
-        tensors = load_file(file)
-        last = {name: each for name, each in tensors.items() if name.startswith(LAST)}
-        tensors |= {name.replace(LAST, place): each.clone() for name, each in last.items()}
-        hidden = tensors["model.embed_tokens.weight"].shape[1]
-        tensors[f"{OUTER[root]}.weight"] = torch.ones(hidden, 2 * hidden, dtype=torch.bfloat16)
-        save_file(tensors, file, metadata={"format": "pt"})
+        hidden = model.get_input_embeddings().weight.shape[1]
+        outer = torch.ones(hidden, 2 * hidden, dtype=torch.bfloat16)
+        copy_last_layer(folder, PLACES[family], **{f"{OUTER[root]}.weight": outer})
     return folder
+
+
+def quantize(model: Path, out: Path, *options: str, scheme: str = "fp8-dynamic") -> dict[str, Any]:
+    """Quantize a model, and give its quantization_config."""
+    succeed("quantize", model, "--scheme", scheme, *options, "--out", out)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    return cast("dict[str, Any]", config)
 
 
 def list_drafted(folder: Path, family: str) -> dict[str, torch.dtype]:
@@ -98,18 +115,9 @@ def test_drafters_stay_in_16_bits_under_the_names_that_engines_ask_for(
 ) -> None:
     family, *asked = ASKED[place]
     zoo.save(family, tmp_path / "model")
-    (file,) = (tmp_path / "model").glob("*.safetensors")
-    tensors = load_file(file)
-    last = {name: each for name, each in tensors.items() if name.startswith(LAST)}
-    tensors |= {name.replace(LAST, place): each.clone() for name, each in last.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
+    copy_last_layer(tmp_path / "model", place)
     projections = LATENT if family == "deepseek_v3" else ("qkv_proj", "o_proj")
-    options = ("--scheme", "fp8-dynamic", "--no-check", "--out", tmp_path / "out")
-
-    done = program("quantize", tmp_path / "model", *options)
-
-    assert done.code == 0, done.err
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = quantize(tmp_path / "model", tmp_path / "out", "--no-check")
     for start, ends in zip(asked, (False, True), strict=True):
         for each in projections:
             # the classes of SGLang do not say what is joined (`packed_modules_mapping`)
@@ -126,12 +134,8 @@ def test_lists_without_expressions_name_the_modules_of_drafters(
     """SGLang 0.5.23 `is_layer_skipped` takes whole parts, `is_layer_excluded` a glob."""
     model = save(tmp_path / "model", "ernie4_5_moe")
     scheme = {"autofp8": "fp8-block", "modelopt": "fp8-dynamic"}[dialect]
-    options = ("--scheme", scheme, "--format", dialect, "--no-check", "--allow-unservable")
-
-    done = program("quantize", model, *options, "--out", tmp_path / "out")
-
-    assert done.code == 0, done.err
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    options = ("--format", dialect, "--no-check", "--allow-unservable")
+    config = quantize(model, tmp_path / "out", *options, scheme=scheme)
     listed = config["ignored_layers" if dialect == "autofp8" else "ignore"]
     assert {"model.decoder", "model.mtp_block"} <= set(listed)
     assert ("model.decoder.*" in listed) is (dialect == "modelopt")
@@ -152,10 +156,8 @@ def is_fine(report: EngineReport) -> bool:
 
 @by_family
 def test_drafters_in_16_bits_load(tmp_path: Path, family: str) -> None:
-    model = save(tmp_path / "model", family)
     out = tmp_path / "out"
-    done = program("quantize", model, "--scheme", "fp8-dynamic", "--out", out)
-    assert done.code == 0, done.err
+    quantize(save(tmp_path / "model", family), out)
     assert torch.float8_e4m3fn not in list_drafted(out, family).values()
     assert is_fine(ask(out, "vllm"))
     assert is_fine(ask(out, "sglang"))
@@ -163,10 +165,8 @@ def test_drafters_in_16_bits_load(tmp_path: Path, family: str) -> None:
 
 @by_family
 def test_drafters_are_quantized_where_that_is_asked(tmp_path: Path, family: str) -> None:
-    model = save(tmp_path / "model", family)
     out = tmp_path / "out"
-    done = program("quantize", model, "--scheme", "fp8-dynamic", "--drafters", "--out", out)
-    assert done.code == 0, done.err
+    quantize(save(tmp_path / "model", family), out, "--drafters")
     drafted = list_drafted(out, family)
     assert torch.float8_e4m3fn in drafted.values()
     assert is_fine(ask(out, "vllm"))
@@ -196,24 +196,14 @@ def test_a_promised_drafter_that_is_absent_is_named(
 @pytest.mark.parametrize("root", ["eagle_module.layers.0.", "medusa_heads.0."])
 def test_heads_that_no_class_of_the_decoder_has_stay_in_16_bits(tmp_path: Path, root: str) -> None:
     zoo.save("llama", tmp_path / "model")
-    (file,) = (tmp_path / "model").glob("*.safetensors")
-    tensors = load_file(file)
-    heads = {
-        name.replace(LAST, root): each.clone()
-        for name, each in tensors.items()
-        if name.startswith(LAST)
-    }
-    save_file(tensors | heads, file, metadata={"format": "pt"})
+    file = copy_last_layer(tmp_path / "model", root)
+    heads = {name: each for name, each in load_file(file).items() if name.startswith(root)}
 
-    done = program(
-        "quantize", tmp_path / "model", "--scheme", "fp8-dynamic", "--out", tmp_path / "out"
-    )
+    config = quantize(tmp_path / "model", tmp_path / "out")
 
-    assert done.code == 0, done.err
     written = load_file(tmp_path / "out" / file.name)
     assert all(torch.equal(written[name], each) for name, each in heads.items())
     assert written["model.layers.1.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     linears = {name.removesuffix(".weight") for name, each in heads.items() if each.ndim == 2}
     assert linears <= set(config["ignore"])
 
