@@ -20,7 +20,7 @@ from fp8calib.errors import UsageError
 from scripts.reference import list_requests, make_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
-from tests.cli.quantized_sources import SOURCES
+from tests.cli.quantized_sources import SOURCES, save_source
 
 MADE_UP = '''
 from dataclasses import KW_ONLY
@@ -105,8 +105,7 @@ def test_a_file_is_a_function(made_up: str) -> None:
 @pytest.mark.parametrize("name", ["compressed-tensors", "rfc"])
 def test_a_function_does_what_its_command_does(name: str, tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
-    place, save, _ = SOURCES[name]
-    source, model = save(tmp_path / place), tmp_path / "model"
+    source, model = save_source(name, tmp_path / SOURCES[name]), tmp_path / "model"
     command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
     printed = succeed(*command, "--out", tmp_path / "one", "--format", "kv-scales", "--json").json
     with pytest.warns(fp8calib.Fp8CalibWarning) as warned:

@@ -3,21 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-K = (0.5, 2.0)
-V = (0.75, 0.25)
+K, V = (0.5, 2.0), (0.75, 0.25)
 JOINT = (0.75, 2.0)
 """The larger of k and v, layer by layer."""
 HEADS = {"k": ((0.5, 0.125), (1.0, 2.0)), "v": ((0.25, 0.75), (0.25, 0.0625))}
 """Whose largest are `K` and `V`."""
 ATTENTION = "model.layers.{}.self_attn"
+PAIR = ("k_scale", "v_scale")
 CT_NUMBER = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}
+CT = {"quant_method": "compressed-tensors", "kv_cache_scheme": CT_NUMBER | {"strategy": "tensor"}}
+FP8 = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+CHECKPOINTS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "compressed-tensors": (PAIR, {"quantization_config": CT}),
+    "autofp8": (PAIR, {"quantization_config": FP8}),
+    "old autofp8": (("kv_scale",), {"quantization_config": FP8}),
+    "modelopt": (
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+    ),
+    "quark": (
+        ("k_proj.output_scale", "v_proj.output_scale"),
+        {"quantization_config": {"quant_method": "quark"}},
+    ),
+    "tgi": (("kv_scale",), {"kv_cache_torch_dtype": "float8_e4m3fn"}),
+}
+"""The names of k and v, or of both, and the config."""
+RANK_KEYS = {"vllm-json": "0", "rfc": "rank0"}
+SOURCES = {
+    **dict.fromkeys(CHECKPOINTS, "llama-FP8"),
+    **dict.fromkeys(RANK_KEYS, "scales.json"),
+}
+"""Name of the file or folder. All have one scale a layer and say what format it is for."""
+
+
+def name_scales(names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Name the scales of k and v of both layers, or the one of both."""
+    columns = (JOINT,) if len(names) == 1 else (K, V)
+    return {
+        f"{ATTENTION.format(layer)}.{name}": torch.tensor(values[layer])
+        for layer in range(2)
+        for name, values in zip(names, columns, strict=True)
+    }
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], **config: object) -> Path:
@@ -30,80 +64,27 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], **config:
     return folder
 
 
-def name_pairs(k: str = "k_scale", v: str = "v_scale") -> dict[str, torch.Tensor]:
-    """Name the scales of k and v of both layers."""
-    return {
-        f"{ATTENTION.format(layer)}.{name}": torch.tensor(values[layer])
-        for layer in range(2)
-        for name, values in ((k, K), (v, V))
-    }
-
-
-def name_singles() -> dict[str, torch.Tensor]:
-    """Name the one scale of both layers."""
-    return {f"{ATTENTION.format(i)}.kv_scale": torch.tensor(JOINT[i]) for i in range(2)}
-
-
-def save_compressed(folder: Path) -> Path:
-    config = {
-        "quant_method": "compressed-tensors",
-        "kv_cache_scheme": {**CT_NUMBER, "strategy": "tensor"},
-    }
-    pairs = {name: value.to(torch.bfloat16).reshape(1) for name, value in name_pairs().items()}
-    return save_checkpoint(folder, pairs, quantization_config=config)
+def save_source(name: str, path: Path) -> Path:
+    if name in RANK_KEYS:
+        factors = {RANK_KEYS[name]: {"0": JOINT[0], "1": JOINT[1]}}
+        kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
+        path.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
+        return path
+    names, config = CHECKPOINTS[name]
+    scales = name_scales(names)
+    if name == "compressed-tensors":
+        scales = {key: scale.to(torch.bfloat16).reshape(1) for key, scale in scales.items()}
+    return save_checkpoint(path, scales, **config)
 
 
 def save_per_head(folder: Path) -> Path:
-    config = {
-        "quant_method": "compressed-tensors",
-        "kv_cache_scheme": {**CT_NUMBER, "strategy": "attn_head"},
-    }
+    scheme = CT_NUMBER | {"strategy": "attn_head"}
     tensors = {
         f"{ATTENTION.format(layer)}.{role}_scale": torch.tensor(HEADS[role][layer]).reshape(2, 1, 1)
         for layer in range(2)
         for role in HEADS
     }
-    return save_checkpoint(folder, tensors, quantization_config=config)
-
-
-def save_autofp8(folder: Path) -> Path:
-    config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
-    return save_checkpoint(folder, name_pairs(), quantization_config=config)
-
-
-def save_old_autofp8(folder: Path) -> Path:
-    config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
-    return save_checkpoint(folder, name_singles(), quantization_config=config)
-
-
-def save_modelopt(folder: Path) -> Path:
-    pairs = name_pairs("k_proj.k_scale", "v_proj.v_scale")
-    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
-    return save_checkpoint(folder, pairs, quantization_config=config)
-
-
-def save_quark(folder: Path) -> Path:
-    pairs = name_pairs("k_proj.output_scale", "v_proj.output_scale")
-    return save_checkpoint(folder, pairs, quantization_config={"quant_method": "quark"})
-
-
-def save_tgi(folder: Path, dtype: str = "float8_e4m3fn") -> Path:
-    return save_checkpoint(folder, name_singles(), kv_cache_torch_dtype=dtype)
-
-
-def save_json(path: Path, ranks: Mapping[str, object], dtype: str | None = "float8_e4m3fn") -> Path:
-    named = {} if dtype is None else {"dtype": dtype}
-    kv_cache = {**named, "scaling_factor": ranks}
-    path.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
-    return path
-
-
-def save_vllm_json(path: Path) -> Path:
-    return save_json(path, {"0": {"0": JOINT[0], "1": JOINT[1]}})
-
-
-def save_rfc(path: Path) -> Path:
-    return save_json(path, {"rank0": {"0": JOINT[0], "1": JOINT[1]}})
+    return save_checkpoint(folder, tensors, quantization_config={**CT, "kv_cache_scheme": scheme})
 
 
 def save_ranks(folder: Path) -> Path:
@@ -131,19 +112,5 @@ def save_npz(path: Path) -> Path:
 
 
 def save_bare(path: Path) -> Path:
-    save_file(name_pairs(), path)
+    save_file(name_scales(PAIR), path)
     return path
-
-
-SOURCES: Mapping[str, tuple[str, Callable[[Path], Path], bool]] = {
-    "compressed-tensors": ("llama-FP8", save_compressed, False),
-    "autofp8": ("llama-FP8", save_autofp8, False),
-    "old autofp8": ("llama-FP8", save_old_autofp8, True),
-    "modelopt": ("llama-FP8", save_modelopt, False),
-    "quark": ("llama-FP8", save_quark, False),
-    "tgi": ("llama-FP8", save_tgi, True),
-    "vllm-json": ("scales.json", save_vllm_json, True),
-    "rfc": ("scales.json", save_rfc, True),
-}
-"""Name of the file or folder, who writes it, and whether k and v are one. All have one scale a
-layer and say what format it is for."""

@@ -89,7 +89,9 @@ def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]
 def test_what_was_written_for_one_model_is_not_taken_for_another(
     refused: Callable[..., str], extract: Extract, tmp_path: Path, name: str
 ) -> None:
-    extract(sources.save_modelopt(tmp_path / "q"), "--format", name, into=tmp_path / "first")
+    extract(
+        sources.save_source("modelopt", tmp_path / "q"), "--format", name, into=tmp_path / "first"
+    )
     written = tmp_path / "first" / FILES.get(name, "")
     zoo.save("llama", tmp_path / "other", seed=1)
     text = refused(4, written, "--model", tmp_path / "other")
@@ -103,7 +105,7 @@ def test_what_was_written_for_one_model_is_not_taken_for_another(
 def test_force_replaces_a_checkpoint_and_refuses_strangers(
     extract: Extract, refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    source = sources.save_modelopt(tmp_path / "q")
+    source = sources.save_source("modelopt", tmp_path / "q")
     extract(source)
     assert "--force" in refused(2, source)
     extract(source, "--force", "--fp8-dtype", "e4m3fnuz")
@@ -113,7 +115,7 @@ def test_force_replaces_a_checkpoint_and_refuses_strangers(
 
 
 def test_the_source_and_the_model_may_not_be_replaced(model: Path, tmp_path: Path) -> None:
-    source = sources.save_modelopt(tmp_path / "q")
+    source = sources.save_source("modelopt", tmp_path / "q")
     before = snapshot(model) | snapshot(source)
     command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
     for place in (source, model, tmp_path):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -121,7 +122,7 @@ def _save(name: str, save: Callable[[Path], Path]) -> Callable[[Bench, Path], Pa
 
 def _save_foreign(folder: Path) -> Path:
     """Write a checkpoint whose model type only its own code knows."""
-    path = sources.save_compressed(folder) / "config.json"
+    path = sources.save_source("compressed-tensors", folder) / "config.json"
     own = {"model_type": "foreign", "auto_map": {}, "num_attention_heads": 4}
     own |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
     path.write_text(json.dumps(json.loads(path.read_text()) | own))
@@ -129,7 +130,10 @@ def _save_foreign(folder: Path) -> Path:
 
 
 MAKERS: Mapping[str, Callable[[Bench, Path], Path]] = {
-    **{name: _save(file, save) for name, (file, save, _) in sources.SOURCES.items()},
+    **{
+        name: _save(file, partial(sources.save_source, name))
+        for name, file in sources.SOURCES.items()
+    },
     "per head": _save("llama-FP8", sources.save_per_head),
     "own code": _save("foreign-FP8", _save_foreign),
     "ranks": _save("ranks", sources.save_ranks),
