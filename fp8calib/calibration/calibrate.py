@@ -35,7 +35,7 @@ from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import gpus_of, try_kernels
+from fp8calib.calibration.reductions import gpus_of, has_experts_kernel, has_reduction_kernel
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
     check_other_weights,
@@ -270,7 +270,10 @@ class BatchObserver:
         self._unseen = prepared.ignored if observe.kv else every
         linears = prepared.geometry.linears()
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
-        try_kernels({self.decoder.device, *gpus_of(prepared.model)}, has_experts=has_experts)
+        for device in {self.decoder.device, *gpus_of(prepared.model)}:  # tried before batches run
+            has_reduction_kernel(device)
+            if has_experts:
+                has_experts_kernel(device)
         self._checked_at = time.monotonic()
         self.hooks = open_hooks(
             *(prepared.model, prepared.geometry, self.recorder),

@@ -350,7 +350,20 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
     """
     if not named:
         raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
-    found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
+    found: list[tuple[str, CalibrationStats, StatsShard]] = []
+    for name, stats in named:
+        shard = stats.shard
+        if shard is None:
+            raise ModelError(
+                f"{name} is not a shard: it holds the statistics of a whole run",
+                hint="name the files of shards; `fp8calib calibrate ... --shard I/N` writes one",
+            )
+        if shard.is_checkpoint:
+            raise ModelError(
+                f"{name} is the checkpoint of an interrupted run, not a finished shard",
+                hint="finish that run first: repeat its command with --resume",
+            )
+        found.append((name, stats, shard))
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
     first_name, first, first_shard = found[0]
     for name, stats, shard in found[1:]:
@@ -388,17 +401,3 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
         sites=merge_sites(stats.sites for _, stats in named),
         shard=None,
     )
-
-
-def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
-    if stats.shard is None:
-        raise ModelError(
-            f"{name} is not a shard: it holds the statistics of a whole run",
-            hint="name the files of the shards; `fp8calib calibrate ... --shard I/N` writes one",
-        )
-    if stats.shard.is_checkpoint:
-        raise ModelError(
-            f"{name} is the checkpoint of an interrupted run, not a finished shard",
-            hint="finish that run first: repeat its command with --resume",
-        )
-    return stats.shard

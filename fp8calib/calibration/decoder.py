@@ -117,8 +117,12 @@ class Decoder:
             mask = mask.long().to(self.device, non_blocking=True)
         with self._explained(batch):
             if batch.media is None:
+                ids = batch.input_ids.to(self.device, non_blocking=True)
+                if ids is not batch.input_ids and not ids.is_inference():
+                    # `EmbeddingRows` needs not wait for the copy
+                    vars(ids)["on_host"] = ids._version, batch.input_ids
                 output = self._called(
-                    input_ids=copy_ids(batch.input_ids, self.device),
+                    input_ids=ids,
                     attention_mask=mask,
                     use_cache=True,
                     **{self._cache_argument: cache},
@@ -162,7 +166,12 @@ class Decoder:
     def _media_inputs(self, batch: Batch, cache: Any) -> dict[str, Any]:
         assert batch.media is not None  # noqa: S101 -- the caller looked
         ids = batch.input_ids.to(self.device)
-        accepted = _list_arguments(self._model)
+        accepted: set[str] = set()  # by the model, or the model inside it that gets them
+        for module in (self._model, self._model.base_model):
+            parameters = signature(module.forward).parameters
+            accepted |= parameters.keys()
+            if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters.values()):
+                break
         inputs: dict[str, Any] = {}
         for name, tensor in batch.media.load().items():
             if name in accepted:
@@ -204,14 +213,6 @@ class Decoder:
         )
 
 
-def copy_ids(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy token ids to a device, where `EmbeddingRows` needs not wait for them."""
-    copied = ids.to(device, non_blocking=True)
-    if copied is not ids and not copied.is_inference():
-        vars(copied)["on_host"] = copied._version, ids
-    return copied
-
-
 @contextmanager
 def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module while the context is open; hooks of the module still run."""
@@ -224,14 +225,3 @@ def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]
             del module.forward
         else:
             module.forward = before
-
-
-def _list_arguments(model: Any) -> set[str]:
-    """List the arguments of a model's forward pass, and of the model inside it that gets them."""
-    found: set[str] = set()
-    for module in (model, model.base_model):
-        parameters = signature(module.forward).parameters
-        found |= parameters.keys()
-        if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters.values()):
-            break
-    return found

@@ -236,25 +236,25 @@ def _decode_json(value: object) -> Any:
 
 def _parse_input_ids(value: object, mask: object, origin: str) -> tuple[int, ...]:
     """Parse token ids, without the padding that a mask marks."""
-    if not isinstance(value, list) or not value:
-        fault = "input_ids must be a list of at least one token id"
-        raise DataError(f"{origin}: {fault}", hint=_ROW_HINT)
+    ids = value if isinstance(value, list) else []
+    bits: Any = [1] * len(ids) if mask is None else mask
+    is_mask = isinstance(bits, list) and len(bits) == len(ids) and all(b in (0, 1) for b in bits)
+    kept = [place for place, bit in enumerate(bits) if bit] if is_mask else []
+    # bool is an int to isinstance
+    odd = next((place for place, item in enumerate(ids) if type(item) is not int), None)
     fault = ""
-    for position, item in enumerate(value):
-        if type(item) is not int:  # bool is an int to isinstance
-            fault = f"input_ids holds {item!r:.40} at position {position}, not an integer"
-            break
-    bits = [1] * len(value) if mask is None else mask
-    kept = [place for place, bit in enumerate(bits) if bit == 1] if isinstance(bits, list) else []
-    if not isinstance(bits, list) or len(bits) != len(value) or not all(b in (0, 1) for b in bits):
-        fault = f"{MASK} must be a list of 0 and 1, as long as input_ids, {len(value)}"
-    elif not kept:
-        fault = f"{MASK} is 0 everywhere"
-    elif kept[-1] - kept[0] != len(kept) - 1:
-        fault = f"{MASK} has 0 between tokens, but only the ends can be padding"
+    if not ids:
+        fault = "input_ids must be a list of at least one token id"
+    elif odd is not None:
+        fault = f"input_ids holds {ids[odd]!r:.40} at position {odd}, not an integer"
+    elif not kept or kept[-1] - kept[0] != len(kept) - 1:
+        fault = (
+            f"{MASK} must be a list of 0 and 1, as long as input_ids, {len(ids)}, with 0 at its "
+            "ends alone"
+        )
     if fault:
         raise DataError(f"{origin}: {fault}", hint=_ROW_HINT)
-    return tuple(value[kept[0] : kept[-1] + 1])
+    return tuple(ids[kept[0] : kept[-1] + 1])
 
 
 def _parse_text(value: object, where: str, *, allow_blank: bool = False) -> str:
