@@ -35,7 +35,7 @@ from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import gpus_of, has_experts_kernel, has_reduction_kernel
+from fp8calib.calibration.reductions import gpus_of, try_kernels
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
     check_other_weights,
@@ -106,6 +106,8 @@ class CalibrationRun:
     """What runs the text; None: transformers."""
     weights: dict[Site, SiteStats] = field(default_factory=dict)
     """The statistics of weights so far, on the devices that hold them."""
+    linears: Sequence[Linear] | None = None
+    """Those whose weights this process observes, set by `collect_stats`; None: no weights."""
     back_offs: list[BackOff] = field(default_factory=list)
     """Where batches became smaller because memory ran out."""
 
@@ -166,10 +168,9 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
     chosen = [] if run.plan is None else select_batches(run.plan, run.batch_size, shard)
     done = () if run.journal is None else run.journal.sequences
     todo = list(group.share.take(drop_finished(chosen, done)))
-    linears: Sequence[Linear] | None = None
     if run.observe.weights:  # one process reads each
-        linears = [linear for _, linear in prepared.geometry.linears()]
-        linears = group.share.take(linears if shard is None else shard.take(linears))
+        every = [linear for _, linear in prepared.geometry.linears()]
+        run.linears = group.share.take(every if shard is None else shard.take(every))
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
     failure: CalibrationError | None = None
@@ -188,7 +189,7 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
             )
             device = streamed.device
             read = frozenset(name for part in streamed.parts for name in part.tensors)
-        has_rest = linears is not None and group.is_first and (shard is None or shard.index == 1)
+        has_rest = run.linears is not None and group.is_first and (not shard or shard.index == 1)
         others = [name for name in run.checkpoint.tensors if has_rest and name not in read]
 
         def read_files() -> dict[str, str]:
@@ -203,9 +204,9 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
             unquantized = read_files()
         try:
             if streamed is not None:
-                sites = run_by_layer(run, streamed, linears, todo)
+                sites = run_by_layer(run, streamed, todo)
             else:
-                sites = run_whole(run, linears or (), todo if run.engine is None else ())
+                sites = run_whole(run, todo if run.engine is None else ())
             if todo and run.engine is not None:
                 sites, unseen = run.engine.observe(run, todo)
         except CalibrationError as error:
@@ -270,10 +271,7 @@ class BatchObserver:
         self._unseen = prepared.ignored if observe.kv else every
         linears = prepared.geometry.linears()
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
-        for device in {self.decoder.device, *gpus_of(prepared.model)}:  # tried before batches run
-            has_reduction_kernel(device)
-            if has_experts:
-                has_experts_kernel(device)
+        try_kernels({self.decoder.device, *gpus_of(prepared.model)}, has_experts=has_experts)
         self._checked_at = time.monotonic()
         self.hooks = open_hooks(
             *(prepared.model, prepared.geometry, self.recorder),
@@ -319,19 +317,17 @@ class BatchObserver:
             return_freed_memory()
 
 
-def run_whole(
-    run: CalibrationRun, linears: Sequence[Linear], batches: Sequence[Batch]
-) -> dict[Site, SiteStats]:
+def run_whole(run: CalibrationRun, batches: Sequence[Batch]) -> dict[Site, SiteStats]:
     """Observe weights of a model in memory, then run batches.
 
     On a GPU the reductions of weights only begin. A batch that does not fit into memory is halved,
     and so are all later ones.
     """
     progress, journal = run.progress, run.journal
-    if linears:
-        progress.stage("reading weights", len(linears))
+    if run.linears:
+        progress.stage("reading weights", len(run.linears))
         source, ignored = run.prepared.weights.reading_loaded(), run.prepared.ignored
-        for site, stats in observe_weights(linears, source, ignored=ignored):
+        for site, stats in observe_weights(run.linears, source, ignored=ignored):
             run.weights[site] = stats
             progress.advance(1)
     if not batches:
@@ -369,22 +365,18 @@ def run_whole(
 
 
 def run_by_layer(
-    run: CalibrationRun,
-    streamed: StreamedModel,
-    linears: Sequence[Linear] | None,
-    batches: Sequence[Batch],
+    run: CalibrationRun, streamed: StreamedModel, batches: Sequence[Batch]
 ) -> dict[Site, SiteStats]:
     """Run batches through a streamed model; when one does not fit into memory, restart with halves.
 
-    Weights of `linears` are observed as layers are read, and others of layers are searched for NaN;
-    None: in none.
+    Weights are observed as layers are read.
     """
     num_layers = len(streamed.geometry.layers)
     if not batches:
         run.progress.stage("reading weights", num_layers, unit="layers")
         with streamed.layers(first=num_layers) as layers:
             for layer in layers:
-                _observe_read(run, streamed, layer, linears, will_be_placed=False)
+                _observe_read(run, streamed, layer, will_be_placed=False)
                 run.progress.advance(1)
         return {}
     observer = BatchObserver(run)
@@ -394,7 +386,7 @@ def run_by_layer(
         while True:
             run.progress.stage("layer by layer", steps, unit="tokens", layers=num_layers)
             try:
-                return _walk(run, streamed, linears, observer, batches)
+                return _walk(run, streamed, observer, batches)
             except OutOfMemoryInForward:
                 size //= 2
                 if not size:
@@ -408,7 +400,6 @@ def run_by_layer(
 def _walk(
     run: CalibrationRun,
     streamed: StreamedModel,
-    linears: Sequence[Linear] | None,
     observer: BatchObserver,
     batches: Sequence[Batch],
 ) -> dict[Site, SiteStats]:
@@ -423,7 +414,7 @@ def _walk(
         progress.advance(first * sum(batch.num_tokens for batch in batches))
         for layer in stack.enter_context(streamed.layers(first=first)):
             index = layer.layer.index
-            left = _observe_read(run, streamed, layer, linears, will_be_placed=index >= first)
+            left = _observe_read(run, streamed, layer, will_be_placed=index >= first)
             if index < first:
                 continue
             with streamed.placed(layer):
@@ -447,17 +438,12 @@ def _walk(
 
 
 def _observe_read(
-    run: CalibrationRun,
-    streamed: StreamedModel,
-    layer: StreamedLayer,
-    linears: Sequence[Linear] | None,
-    *,
-    will_be_placed: bool,
+    run: CalibrationRun, streamed: StreamedModel, layer: StreamedLayer, *, will_be_placed: bool
 ) -> Sequence[Linear]:
     """Observe the weights of a layer as they were read, and give those left for the GPU."""
-    if linears is None:
+    if run.linears is None:
         return ()
-    wanted = {linear.module for linear in linears}
+    wanted = {linear.module for linear in run.linears}
     own = [linear for linear in layer.layer.linears if linear.module in wanted]
     read = layer.weights.tensor_names({linear.weight_name for linear in own})
     check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])

@@ -316,13 +316,8 @@ def _decode(raw: bytes, where: str) -> str:
 def _parse_json(text: str, where: str) -> object:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
         raise DataError(
-            f"{where}: not JSON, {error.msg} (line {error.lineno}, column {error.colno})",
+            f"{where}: not JSON, {first_line(error)}",
             hint="a .jsonl file holds one object per line, a .json file one list of objects",
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{where}: JSON cannot be read ({first_line(error)})",
-            hint="the row holds a number with too many digits, or is nested too deeply",
         ) from error
