@@ -167,7 +167,7 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
     prepared, shard, group = run.prepared, run.shard, run.group
     chosen = [] if run.plan is None else select_batches(run.plan, run.batch_size, shard)
     done = () if run.journal is None else run.journal.sequences
-    todo = list(group.share.take(drop_finished(chosen, done)))
+    todo = list(group.share.take(drop_finished(chosen, done) if done else chosen))
     if run.observe.weights:  # one process reads each
         every = [linear for _, linear in prepared.geometry.linears()]
         run.linears = group.share.take(every if shard is None else shard.take(every))

@@ -68,6 +68,12 @@ class Workload:
         """The config of the text decoder."""
         return self.prepared.model.config.get_text_config(decoder=True)
 
+    @property
+    def stream_width(self) -> int:
+        """Elements of a token between layers: residual streams side by side (AltUp) count each."""
+        config = self.config
+        return int(config.hidden_size) * _find(config, "altup_num_inputs", "hc_mult", otherwise=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -369,7 +375,7 @@ def hidden_bytes(work: Workload) -> int:
     owners = geometry.owners()
     read = {each.producer for _, each in geometry.attentions() if each.producer is not None}
     shared = sum(owners[index].kv_elements_per_token for index in read)
-    state = int(config.hidden_size) * _num_streams(config) + shared
+    state = work.stream_width + shared
     # Models older than transformers' attention interface return the scores with the output.
     is_old = not work.prepared.model._supports_attention_backend
     scores = _num_scored_heads(work) if is_old and config._attn_implementation == "eager" else 0
@@ -385,11 +391,6 @@ def _find(config: Any, *names: str, otherwise: int = 0) -> int:
     """Give the first of these settings that a config has."""
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), otherwise)
-
-
-def _num_streams(config: Any) -> int:
-    """Count the residual streams side by side (gemma3n's AltUp, hyper-connections)."""
-    return _find(config, "altup_num_inputs", "hc_mult", otherwise=1)
 
 
 def _num_scored_heads(work: Workload) -> int:
@@ -408,8 +409,7 @@ def _batch_bytes(work: Workload) -> int:
     if work.changes_inputs:
         copies += _LIVE_COPIES * _FLOAT32_BYTES
     widest = max(_layer_width(layer, config) for layer in geometry.layers)
-    streams = int(config.hidden_size) * _num_streams(config)
-    per_token = widest * copies + streams * (_LIVE_COPIES + 2) * itemsize
+    per_token = widest * copies + work.stream_width * (_LIVE_COPIES + 2) * itemsize
     heads = _num_scored_heads(work)
     per_pair = 1 + itemsize + heads * (_LIVE_COPIES * itemsize + _FLOAT32_BYTES)
     # Kernels need no mask for plain causal attention. With ALiBi in the config (falcon)

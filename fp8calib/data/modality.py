@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -28,17 +27,17 @@ def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]
     The token of a processor may stand only in prompts, where other tokens replace it (Gemma 3,
     Llama 4): it counts only if the config names none for this kind of media.
     """
-    names = getattr(config, "sub_configs", None) or {}
-    parts = [getattr(config, name, None) for name in names]
-    placeholders = dict(pair for source in (*parts, config) for pair in _list_placeholders(source))
-    of_processor = dict(_list_placeholders(processor))
-    known = set(placeholders.values())
-    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **placeholders}
-
-
-def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:
-    for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}):
-        if match := _PLACEHOLDER.fullmatch(name):
-            value = getattr(source, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                yield value, Modality(match[1])
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}]
+    found: list[dict[int, Modality]] = []
+    for sources in ([processor], [*parts, config]):
+        placeholders = {}
+        for source in sources:
+            for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}):
+                match = _PLACEHOLDER.fullmatch(name)
+                value = getattr(source, name, None) if match else None
+                if match and type(value) is int:  # bool is an int to isinstance
+                    placeholders[value] = Modality(match[1])
+        found.append(placeholders)
+    of_processor, of_config = found
+    known = set(of_config.values())
+    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **of_config}

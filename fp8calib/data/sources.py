@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fp8calib.data.rows import COLUMNS, MASK, ReadRow, parse_row
+from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, parse_row
 from fp8calib.data.specs import (
     DataSpec,
     HubSource,
@@ -29,7 +29,7 @@ _PARQUET_ROWS_AT_ONCE = 64
 _LARGEST_COUNTED = 2**28
 """Bytes: the rows of a larger file are not counted."""
 _Values = Iterator[tuple[str, object]]
-"""Decoded rows of a file, or why one cannot be decoded, each after its origin."""
+"""Rows of a file, decoded or parsed, or why one cannot be decoded, each after its origin."""
 
 
 def split_data(
@@ -134,7 +134,7 @@ def iter_rows(
         row: ReadRow | None = None
         try:
             for origin, value in values:
-                if isinstance(value, DataError):
+                if isinstance(value, Row | DataError):
                     row = value
                 else:
                     try:
@@ -195,7 +195,7 @@ def _read_builtin(part: BuiltinPart) -> _Values:
         lines = [line for line in text.splitlines() if line.strip()]
         is_repeated = 2 * sum(line in known for line in lines) > len(lines)
         if name in first if part == "calibrate" else name not in first and not is_repeated:
-            yield f"builtin:{name}", {"text": text}
+            yield f"builtin:{name}", Row(f"builtin:{name}", text=text)
 
 
 def _read_jsonl(path: Path, _column: str | None) -> _Values:
