@@ -117,12 +117,8 @@ class Decoder:
             mask = mask.long().to(self.device, non_blocking=True)
         with self._explained(batch):
             if batch.media is None:
-                ids = batch.input_ids.to(self.device, non_blocking=True)
-                if ids is not batch.input_ids and not ids.is_inference():
-                    # `EmbeddingRows` needs not wait for the copy
-                    vars(ids)["on_host"] = ids._version, batch.input_ids
                 output = self._called(
-                    input_ids=ids,
+                    input_ids=copy_ids(batch.input_ids, self.device),
                     attention_mask=mask,
                     use_cache=True,
                     **{self._cache_argument: cache},
@@ -211,6 +207,14 @@ class Decoder:
             f"{type(self._model).__name__}: its forward pass does not call its text decoder",
             hint="this architecture is not supported",
         )
+
+
+def copy_ids(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy token ids to a device, where `EmbeddingRows` needs not wait for them."""
+    copied = ids.to(device, non_blocking=True)
+    if copied is not ids and not copied.is_inference():
+        vars(copied)["on_host"] = copied._version, ids
+    return copied
 
 
 @contextmanager
