@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -29,13 +30,14 @@ Maker = Callable[["Places", Path], object]
 """Writes a folder or a file at a path, and returns another path if it is there."""
 QUICK = "--data {data} --samples 4 --seq-len 16 --dtype float32"
 STATS = "stats.safetensors"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Places(Mapping[str, str]):
     """Paths by the names in braces of the table; most are made when they are first asked for."""
 
     def __init__(
-        self, folder: Path, made: dict[str, Any], own: Mapping[str, Path] = MappingProxyType({})
+        self, folder: Path, made: dict[str, Any], own: Mapping[str, Path] = NOTHING
     ) -> None:
         self._folder = folder
         self._made = made
@@ -86,7 +88,7 @@ def changes(place: str, change: Callable[[Path], object]) -> Maker:
     return make
 
 
-def scales(place: str, **factors: float) -> Maker:
+def scales(place: str, factors: Mapping[str, float]) -> Maker:
 
     def multiply(tensors: Tensors) -> Tensors:
         return {
@@ -99,8 +101,8 @@ def scales(place: str, **factors: float) -> Maker:
     return changes(place, lambda folder: change_tensors(folder, multiply))
 
 
-def rows(*values: object) -> Maker:
-    return lambda _, path: write_rows(path.with_suffix(".jsonl"), list(values))
+def rows(count: str, row: object) -> Maker:
+    return lambda _, path: write_rows(path.with_suffix(".jsonl"), [row] * int(count))
 
 
 def asks(part: dict[str, Any]) -> Maker:
@@ -116,7 +118,7 @@ def asks(part: dict[str, Any]) -> Maker:
     return make
 
 
-def builds(family: str, **settings: object) -> Maker:
+def builds(family: str, settings: Mapping[str, Any] = NOTHING) -> Maker:
     """Save a small model of a family, with a tokenizer."""
 
     def make(_: Places, folder: Path) -> None:
@@ -126,11 +128,11 @@ def builds(family: str, **settings: object) -> Maker:
     return make
 
 
-def configures(place: str, **entries: object) -> Maker:
+def configures(place: str, entries: Mapping[str, Any]) -> Maker:
     return changes(place, lambda folder: change_config(folder, **entries))
 
 
-def save_scales(**entries: float) -> Maker:
+def save_scales(entries: Mapping[str, float] = NOTHING) -> Maker:
     """Write a file of scales that does not say which FP8 type they are for."""
 
     def make(_: Places, folder: Path) -> Path:
@@ -140,7 +142,7 @@ def save_scales(**entries: float) -> Maker:
             for layer in range(2)
             for role in "kv"
         }
-        given = {name.replace("__", "."): torch.tensor(value) for name, value in entries.items()}
+        given = {name: torch.tensor(value) for name, value in entries.items()}
         save_file({**names, **given}, path)
         return path
 
@@ -149,7 +151,7 @@ def save_scales(**entries: float) -> Maker:
 
 def writes_text(text: str) -> Maker:
     def make(_: Places, path: Path) -> Path:
-        path.with_suffix(".yaml").write_text(text)
+        path.with_suffix(".yaml").write_text(text.replace("\\n", "\n"))
         return path.with_suffix(".yaml")
 
     return make
@@ -183,7 +185,7 @@ def quantize_to_int4(places: Places, folder: Path) -> None:
     int4_by_hand.quantize(Path(places["model"]), folder)
 
 
-def builds_int4(family: str, **settings: object) -> Maker:
+def builds_int4(family: str, settings: Mapping[str, Any] = NOTHING) -> Maker:
     def make(_: Places, folder: Path) -> None:
         zoo.save(family, folder.with_name(f"{folder.name}-plain"), **settings)
         int4_by_hand.quantize(folder.with_name(f"{folder.name}-plain"), folder)
@@ -227,85 +229,50 @@ def change_scale(folder: Path, name: str, factor: float | None) -> None:
 
 
 K_SCALE = "model.layers.0.self_attn.k_scale"
+CACHE_OF_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor"}
+VERBS: dict[str, Callable[..., Maker]] = {
+    verb.__name__: verb
+    for verb in (
+        *(writes, stops, scales, configures, builds, builds_int4, rows, asks, save_scales),
+        writes_text,
+    )
+}
+
+
+def read_makers() -> Iterator[tuple[str, Maker]]:
+    """Read `places.tsv`: a name, a verb, and what it takes, as text or JSON."""
+    for line in Path(__file__).with_name("places.tsv").read_text().splitlines():
+        name, verb, *given = line.split("\t")
+        yield name, VERBS[verb](*(json.loads(x) if x[0] in "{[" else x for x in given))
+
+
 MAKERS: dict[str, Maker] = {
+    **dict(read_makers()),
     # models
-    "other": builds("llama", seed=1),
-    "dead": scales("model", v_proj=0.0),
-    "large": scales("model", gate_proj=1e4, up_proj=1e4),
-    "queries": scales("model", q_proj=1e4),
-    "wide": configures("model", hidden_size="wide"),
-    "gemma3n": builds("gemma3n_text"),
-    "gpt2": builds("gpt2"),
-    "nobody": configures("model", model_type="nobody"),
     "int4": quantize_to_int4,
     "ones": changes("overlay", set_to_one),
-    "carried_overlay": configures(
-        "overlay", model_type="carried", auto_map={"AutoConfig": "carried.Config"}
-    ),
-    "dead_stats": writes("calibrate {dead} {quick} --out", STATS),
-    "gpt_oss": builds("gpt_oss"),
     "seeing": lambda _, folder: save_multimodal("gemma3", folder),
     "hearing": lambda _, folder: save_multimodal("qwen2_audio", folder),
     "thinking": changes("model", hide_thoughts),
     # quantized
-    "fp8": writes("quantize {model} --scheme fp8-dynamic --out"),
-    "kv8": writes("export {stats} --model {fp8} --format kv-overlay --out", "kv-overlay"),
-    "autofp8": writes(
-        "quantize {model} --scheme fp8-block --format autofp8 --allow-unservable --out"
-    ),
-    "doubled": scales("fp8", norm=2.0),
     "int8_cache": changes(
-        "fp8",
-        lambda folder: change_quantization(
-            folder, kv_cache_scheme={"num_bits": 8, "type": "int", "strategy": "tensor"}
-        ),
+        "fp8", lambda folder: change_quantization(folder, kv_cache_scheme=CACHE_OF_INT8)
     ),
-    "beyond": scales("fp8", weight_scale=1e9),
     "no_k_scale": changes("kv8", lambda folder: change_scale(folder, K_SCALE, None)),
     "odd": changes("overlay", lambda folder: change_scale(folder, K_SCALE, 1e6)),
     "child": lambda _, folder: save_child("compressed-tensors", folder),
     "modelopt_child": lambda _, folder: save_child("ModelOpt", folder),
     "int4_child": lambda _, folder: save_int(folder, 4),
-    "int4_wider": builds_int4("llama", intermediate_size=64),
-    "int4_shorter": builds_int4("llama", num_hidden_layers=1),
-    "int4_qwen2": builds_int4("qwen2"),
-    # statistics and scales
+    # statistics, text and media
     "base_stats": calibrates_base,
-    "exported": writes("export {stats} --format kv-overlay --model {model} --out"),
-    "w8a8": writes("calibrate {model} {quick} --recipe w8a8-static --out", STATS),
-    "no_inputs": writes("calibrate {model} {quick} --recipe {only_kv} --out", STATS),
-    "gemma3n_stats": writes("calibrate {gemma3n} {quick} --out", STATS),
-    "large_stats": writes("calibrate {large} {quick} --out", STATS),
-    "shard1": writes("calibrate {model} {quick} --shard 1/2 --batch-size 2 --out", STATS),
-    "shard2": writes("calibrate {model} {quick} --shard 2/2 --batch-size 2 --out", STATS),
-    "stats_alone": writes("calibrate {model} {quick} --recipe {no_format} --out"),
-    "taken": writes("calibrate {model} {quick} --out"),
-    "per_head": writes(
-        "export {stats} --model {model} --format kv-overlay-head --out", "kv-overlay-head"
-    ),
     "page": lambda places, path: writes("verify {model} {quick} --report")(
         places, path.with_suffix(".html")
     ),
-    "unknown_overlay": configures("overlay", model_type="nobody"),
-    "wide_overlay": configures("overlay", hidden_size="wide"),
-    "unnamed_dtype": save_scales(),
-    "some_query": save_scales(model__layers__0__self_attn__q_scale=1.0),
-    "stopped": stops("calibrate {model} {quick} --samples 8 --batch-size 2"),
-    "cut": stops("quantize {model} --scheme w8a16"),
-    "lightllm_head": writes(
-        "export {stats} --format lightllm-head --out", "kv_cache_calib_per_head.json"
-    ),
-    # text and recipes
-    "thoughts": rows(*[{"messages": [{"role": "user", "content": "w1 </think> w2"}]}] * 4),
-    "video": asks({"type": "video", "video": ["a.png"]}),
-    "sound": asks({"type": "audio", "audio": "a.wav"}),
     "picture": asks({"type": "image", "image": draw_image(0)}),
     "media": save_media,
-    "bodies": rows({"text": "w1 w2 w3", "bodies": "w1 w2"}),
-    "short": rows(*[{"input_ids": [5]}] * 3),
-    "weird": rows(*[{"foo": "w1 w2 w3", "bar": 1}] * 12),
-    "ids": rows(*[{"input_ids": [3 + i * j % 60 for j in range(20)]} for i in range(4)]),
-    "one": rows({"text": " ".join(f"w{i}" for i in range(50))}),
-    "only_kv": writes_text("name: mine\nobserve: {inputs: false, weights: false}\n"),
-    "no_format": writes_text("name: mine\nformats: []\n"),
+    "ids": lambda _, path: write_rows(
+        path.with_suffix(".jsonl"),
+        [{"input_ids": [3 + i * j % 60 for j in range(20)]} for i in range(4)],
+    ),
+    "one": rows("1", {"text": " ".join(f"w{i}" for i in range(50))}),
 }
