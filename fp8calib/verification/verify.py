@@ -120,23 +120,6 @@ class Verification:
         rules = (replace(each, name=_RULE + name) for name, each in self.rules.items())
         return [*self.candidates, *self.others, *rules]
 
-    def leave_out(self, error: ModelError | VerificationError) -> Verification:
-        """Leave out the candidate of a file that an error is about, while another is left.
-
-        The error is raised again if it is about none, or the last.
-        """
-        name, files = error.candidate, {each.name for each in self.opened}
-        left = tuple(each for each in self.candidates if each.name != name)
-        if name not in files or files.isdisjoint(each.name for each in left):
-            raise error
-        refused = RefusedCandidate(name=name, why=error.message, hint=error.hint)
-        return replace(
-            self,
-            candidates=left,
-            refused=(*self.refused, refused),
-            warnings=(*self.warnings, str(refused)),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
@@ -171,8 +154,18 @@ def run_verification(
                 shares_batch=asked.shares_batch,
             )
             break
-        except (ModelError, VerificationError) as error:
-            asked = asked.leave_out(error)
+        except (ModelError, VerificationError) as error:  # the rest is compared without it
+            name, files = error.candidate, {each.name for each in asked.opened}
+            left = tuple(each for each in asked.candidates if each.name != name)
+            if name not in files or files.isdisjoint(each.name for each in left):
+                raise  # it is about none, or the last
+            refused = RefusedCandidate(name=name, why=error.message, hint=error.hint)
+            asked = replace(
+                asked,
+                candidates=left,
+                refused=(*asked.refused, refused),
+                warnings=(*asked.warnings, str(refused)),
+            )
     unmet = [text for each in asked.candidates for text in _list_unmet_sites(each, asked, scores)]
     layer_of, rows = asked.geometry.index_modules(), {}
     for each in asked.candidates:

@@ -6,6 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -343,15 +344,13 @@ class MeasurementHooks(EmulationHooks):
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         super().__init__({})
-        self._measured: dict[Site, dict[str, Quantizer]] = {}
-        self._scalable: set[tuple[str, Site]] = set()
+        self._measured: dict[Site, dict[str, tuple[Quantizer, bool]]] = defaultdict(dict)
+        """By site and candidate: its quantizer, and whether the engine uses a scale there."""
         for candidate in candidates:
             for site, fitted in candidate.fitted.items():
                 if site in candidate.quantizers and site.role is not Role.P:
-                    own = self._measured.setdefault(site, {})
-                    own[candidate.name] = candidate.quantizers[site]
-                if not isinstance(fitted.scale, torch.Tensor):
-                    self._scalable.add((candidate.name, site))
+                    is_scaled = not isinstance(fitted.scale, torch.Tensor)
+                    self._measured[site][candidate.name] = candidate.quantizers[site], is_scaled
         self.roles = frozenset(site.role for site in self._measured)
         self._is_measured = False
         self._batch: dict[tuple[str, Site], list[torch.Tensor]] = {}
@@ -388,11 +387,11 @@ class MeasurementHooks(EmulationHooks):
         heads = x.transpose(0, 1).flatten(1, 2)  # by head: the tokens that count
         if self._kept is not None:
             heads = heads[:, self._kept.to(x.device, non_blocking=True)]
-        for name, quantizer in measured.items():
+        for name, (quantizer, is_scaled) in measured.items():
             key = (name, site)
             mine = self._place(key, quantizer.for_heads(len(heads)), heads.device)
             pair = [measure_heads(heads, mine.fake(heads))] * 2
-            if key in self._scalable:
+            if is_scaled:
                 fitted = mine.fitted_to(heads)
                 # comparing scales on a GPU would wait for it
                 if heads.device.type != "cpu" or not fitted.is_same(mine):
