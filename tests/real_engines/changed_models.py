@@ -29,7 +29,7 @@ def save_rescaled(source: Path, folder: Path, *, keys: float, values: float) -> 
 def save_widened(source: Path, folder: Path) -> Path:
     """Save a Llama whose hidden size and heads are filled up with zeros to multiples of 128."""
     config = json.loads((source / "config.json").read_text())
-    return _save(source, folder, *widen(load_file(source / "model.safetensors"), config))
+    return _save(source, folder, *_widen(load_file(source / "model.safetensors"), config))
 
 
 def _save(
@@ -45,7 +45,7 @@ def _save(
     return folder
 
 
-def widen(
+def _widen(
     tensors: dict[str, torch.Tensor], config: dict[str, object]
 ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """Fill up a Llama with zeros: hidden channels, and whole groups of heads of zeros."""

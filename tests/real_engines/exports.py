@@ -6,16 +6,15 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8calib.cli import main_inner
 from tests import zoo
-from tests.architectures.families import FAMILIES, SIZES
 
 # vLLM's CPU kernels want FP8 heads of a multiple of 32 elements: 4 heads of 32.
 WIDTH = {"hidden_size": 128}
@@ -31,26 +30,9 @@ LATENT = {
 
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", WIDTH),
-    "llama-sharded": ("llama", {**WIDTH, "max_shard_size": "200KB"}),
     "llama-4-kv-heads": ("llama", {**WIDTH, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {**WIDTH, "num_key_value_heads": 4}),
-    "qwen3": ("qwen3", HEADS),
-    "phi3": ("phi3", WIDTH),
     "opt": ("opt", {**WIDTH, "word_embed_proj_dim": 128}),
-    "falcon": ("falcon", WIDTH),
-    "gpt2": ("gpt2", WIDTH),
-    "gptj": ("gptj", {**WIDTH, "rotary_dim": 16}),
-    "mpt": ("mpt", {"d_model": 128, "n_heads": 4, "n_layers": 2}),
-    "gpt_neox": ("gpt_neox", WIDTH),
-    "starcoder2": ("starcoder2", WIDTH),
-    "gemma3": ("gemma3_text", HEADS),
-    "gemma3n": ("gemma3n_text", HEADS),
-    "mixtral": ("mixtral", WIDTH),
-    "qwen3_moe": ("qwen3_moe", HEADS),
-    "qwen3_next": ("qwen3_next", HEADS),
-    "gpt_oss": ("gpt_oss", HEADS),
-    "deepseek_v3": ("deepseek_v3", LATENT),
-    "jamba": ("jamba", {**SIZES, **FAMILIES["jamba"], **WIDTH}),
 }
 """Tiny models by name: the family, and changes of its config in `tests/zoo.py`."""
 
@@ -72,7 +54,8 @@ class Exports:
     def __call__(self, name: str, *formats: str, tps: tuple[int, ...] = (1,)) -> Path:
         """Give the output folder for a model of `MODELS` in these formats, or in kv-overlay."""
         folder = self._folder / "-".join((name, *formats, *map(str, tps)))
-        _save_model(name, folder / "model")
+        family, changes = MODELS[name]
+        zoo.save(family, folder / "model", **changes)
         options = ("--data", self._data, "--seq-len", 64, "--dtype", "float32")
         ranks = [part for tp in tps for part in ("--tp", tp)]
         return calibrate(folder / "model", folder / "out", formats, *options, *ranks)
@@ -86,31 +69,14 @@ def calibrate(model: Path, out: Path, formats: tuple[str, ...], *options: object
     return out
 
 
-def _save_model(name: str, folder: Path) -> None:
-    family, changes = MODELS[name]
-    if family in zoo.ZOO:
-        zoo.save(family, folder, **changes)
-        return
-    torch.manual_seed(0)
-    small = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(family, **{**small, **changes})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-
-
-def read_scale_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read the scales of every weight file in a checkpoint folder."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return {name: value for name, value in tensors.items() if name.endswith("_scale")}
-
-
 def read_scales(checkpoint: Path) -> Scales:
-    """Read k and v of every layer out of a checkpoint folder."""
+    """Read k and v of every layer out of the weight files of a checkpoint folder."""
     found: dict[int, dict[str, list[float]]] = {}
-    for name, value in read_scale_tensors(checkpoint).items():
-        role = name.rpartition(".")[2].removesuffix("_scale")
-        found.setdefault(layer_index(name), {})[role] = value.flatten().tolist()
+    tensors = (load_file(path).items() for path in sorted(checkpoint.glob("*.safetensors")))
+    for name, value in chain.from_iterable(tensors):
+        if name.endswith("_scale"):
+            role = name.rpartition(".")[2].removesuffix("_scale")
+            found.setdefault(layer_index(name), {})[role] = value.flatten().tolist()
     return {layer: (values["k"], values["v"]) for layer, values in found.items()}
 
 

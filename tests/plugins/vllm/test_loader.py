@@ -17,7 +17,6 @@ from fp8calib.plugins.vllm.loader import find_release
 from fp8calib.plugins.vllm.loader_script import _list_missing, _make_mode
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
-from tests.engines.test_outliers import run
 from tests.kit.checkpoints import change_config, change_tensors
 from tests.quantization.by_hand import run as quantize
 
@@ -32,29 +31,28 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_overlay(folder / "model", folder / "overlay", scales)
 
 
-def make_python(path: Path, **answer: object) -> Path:
-    """Write a program that answers as the script does in an environment with vLLM."""
-    whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
-    whole |= {"runner": "generate", "missing": [], "casts": [], "scales": []} | answer
-    path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
+def write_script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
 
+def make_python(path: Path, noise: str = "echo noise", **answer: object) -> Path:
+    """Write a program that answers as the script does in an environment with vLLM."""
+    whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
+    whole |= {"runner": "generate", "missing": [], "casts": [], "scales": []} | answer
+    return write_script(path, f"{noise}\ncat <<'END'\n{json.dumps(whole)}\nEND")
+
+
 def hold(k: str, v: str) -> list[dict[str, object]]:
-    return [hold_rank([k], [v])]
-
-
-def hold_rank(k: list[str], v: list[str]) -> dict[str, object]:
-    return {f"model.layers.{i}.self_attn.attn": {"k": k, "v": v} for i in (0, 1)}
+    return [{f"model.layers.{i}.self_attn.attn": {"k": [k], "v": [v]} for i in (0, 1)}]
 
 
 def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -> None:
     """It is told the number of ranks, and a few of the files are named."""
     files = [f"model-{i}.safetensors" for i in range(1, 6)]
-    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=files)
-    text = python.read_text()
-    python.write_text(text.replace("echo noise", f'echo "$5" > {tmp_path}/tp'))
+    noise, scales = f'echo "$5" > {tmp_path}/tp', hold("0.0005", "0.0005")
+    python = make_python(tmp_path / "python", noise, scales=scales, files=files)
 
     report = vllm.check(overlay, python=python, tp=2)
 
@@ -68,8 +66,7 @@ def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -
 def test_a_release_whose_rules_are_known_answers_under_the_same_name(
     overlay: Path, tmp_path: Path
 ) -> None:
-    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"))
-    python.write_text(python.read_text().replace("echo noise", "echo 0.32.0"))
+    python = make_python(tmp_path / "python", "echo 0.32.0", scales=hold("0.0005", "0.0005"))
 
     found = vllm.check(overlay, python=python).engines["vllm"]
 
@@ -122,76 +119,66 @@ def test_experts_that_the_loader_does_not_report_are_misread_where_there_are_dou
         assert name in found.weights.why
 
 
-def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> None:
-    python = make_python(tmp_path / "python", stage="weights", error="ValueError: no 'foo'")
-
-    found = vllm.check(overlay, python=python).engines["vllm"]
-
-    assert {layer.k.status for layer in found.layers} == {"refused"}
-    assert "stops at the weights: ValueError: no 'foo'" in found.layers[0].k.why
-
-
-@pytest.mark.parametrize(
-    ("error", "place"),
-    [
-        (
-            "NotImplementedError: No MXFP8 MoE backend supports the deployment",
-            "vllm/model_executor/layers/fused_moe/oracle/mxfp8.py:select_mxfp8_moe_backend",
-        ),
-        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'x'", "torch/_ops.py:f"),
-        (
-            "ValidationError: Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
-            "pydantic/_internal/_dataclasses.py:__init__",
-        ),
-        ("NotImplementedError: Cannot copy out of meta tensor; no data!", "vllm/a.py:load"),
-        (
-            "RuntimeError: HYV4 sparse attention was requested, but no valid sparse MLA backend is "
-            "available for current runtime/config.",
-            "vllm/models/hy_v4/nvidia/attention.py:__init__",
-        ),
-        (
-            "RuntimeError: The fused KDA chunk kernel requires gfx950 and a build that has it.",
-            "vllm/models/kimi_k3/amd/kda.py:__init__",
-        ),
-        (
-            "NotImplementedError: DeepSeek-V4 vision is not supported on the current platform; use "
-            "CUDA or ROCm.",
-            "vllm/models/deepseek_v4/vl_stub.py:__init__",
-        ),
-        (
-            "RuntimeError: Quantization scheme is not supported for the current GPU. Min "
-            "capability: 75. Current capability: 70.",
-            "vllm/model_executor/layers/quantization/quark/quark.py:_check_scheme_supported",
-        ),
-    ],
-)
-def test_an_error_of_the_build_is_unknown(
-    overlay: Path, tmp_path: Path, error: str, place: str
-) -> None:
-    trace = ["vllm/model_executor/models/llama.py:__init__", place]
-    python = make_python(tmp_path / "python", stage="model", error=error, trace=trace)
-
-    arguments = ["vllm", "check", str(overlay), "--python", str(python)]
-    assert run(arguments) == 9
+OF_BUILDS = [
+    (
+        "NotImplementedError: No MXFP8 MoE backend supports the deployment",
+        "vllm/model_executor/layers/fused_moe/oracle/mxfp8.py:select_mxfp8_moe_backend",
+    ),
+    ("AttributeError: '_OpNamespace' '_C' object has no attribute 'x'", "torch/_ops.py:f"),
+    (
+        "ValidationError: Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
+        "pydantic/_internal/_dataclasses.py:__init__",
+    ),
+    ("NotImplementedError: Cannot copy out of meta tensor; no data!", "vllm/a.py:load"),
+    (
+        "RuntimeError: HYV4 sparse attention was requested, but no valid sparse MLA backend is "
+        "available for current runtime/config.",
+        "vllm/models/hy_v4/nvidia/attention.py:__init__",
+    ),
+    (
+        "RuntimeError: The fused KDA chunk kernel requires gfx950 and a build that has it.",
+        "vllm/models/kimi_k3/amd/kda.py:__init__",
+    ),
+    (
+        "NotImplementedError: DeepSeek-V4 vision is not supported on the current platform; use "
+        "CUDA or ROCm.",
+        "vllm/models/deepseek_v4/vl_stub.py:__init__",
+    ),
+    (
+        "RuntimeError: Quantization scheme is not supported for the current GPU. Min "
+        "capability: 75. Current capability: 70.",
+        "vllm/model_executor/layers/quantization/quark/quark.py:_check_scheme_supported",
+    ),
+]
+OF_FILES = [
+    "KeyError: 'model.layers.0.kernel.weight'",
+    "ValueError: There is no module or parameter named 'device' in LlamaForCausalLM",
+    "OSError: /data/gpu/model.safetensors is incomplete",
+    "ValidationError: 1 validation error for ModelConfig Value error, no such rope type "
+    "[type=value_error, input_value=ArgsKwargs((), {device: cpu})]",
+    "RuntimeError: Calculated padded input size per channel: (2). Kernel size: (3)",
+    "ValueError: Transformers modeling backend could not find the parameter holding them",
+]
+"""They only cite words of builds."""
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        "KeyError: 'model.layers.0.kernel.weight'",
-        "ValueError: There is no module or parameter named 'device' in LlamaForCausalLM",
-        "OSError: /data/gpu/model.safetensors is incomplete",
-        "ValidationError: 1 validation error for ModelConfig Value error, no such rope type "
-        "[type=value_error, input_value=ArgsKwargs((), {device: cpu})]",
-        "RuntimeError: Calculated padded input size per channel: (2). Kernel size: (3)",
-        "ValueError: Transformers modeling backend could not find the parameter holding them",
-    ],
+    ("error", "place", "code"),
+    [*((*each, 9) for each in OF_BUILDS), *((each, "", 8) for each in OF_FILES)],
 )
-def test_an_error_that_only_cites_words_of_builds_is_a_refusal(
-    error: str, overlay: Path, tmp_path: Path
+def test_an_error_of_the_build_is_unknown_and_one_of_the_file_a_refusal(
+    overlay: Path, tmp_path: Path, error: str, place: str, code: int
 ) -> None:
-    python = make_python(tmp_path / "python", stage="weights", error=error)
-    assert vllm.check(overlay, python=python).exit_code == 8
+    trace = ["vllm/model_executor/models/llama.py:__init__", place] if place else []
+    stage = "model" if place else "weights"
+    python = make_python(tmp_path / "python", stage=stage, error=error, trace=trace)
+
+    report = vllm.check(overlay, python=python)
+
+    assert report.exit_code == code
+    (found,) = report.engines.values()
+    is_named = f"stops at the weights: {error[:20]}" in found.layers[0].k.why
+    assert is_named is (code == 8)
 
 
 def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(
@@ -199,9 +186,8 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(
 ) -> None:
     """As vLLM 0.32.0 words it, through transformers."""
     error = "ValidationError: Value error, The repository m contains custom code which must be"
-    python = make_python(tmp_path / "python", stage="config", error=error)
-    text = python.read_text()
-    python.write_text(text.replace("echo noise", f'echo "$6" > {tmp_path}/trust'))
+    noise = f'echo "$6" > {tmp_path}/trust'
+    python = make_python(tmp_path / "python", noise, stage="config", error=error)
 
     report = vllm.check(overlay, python=python)
     assert (tmp_path / "trust").read_text() == "\n"
@@ -224,21 +210,15 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(
 def test_the_rules_are_those_of_the_vllm_that_loads(
     printed: str, name: str, tmp_path: Path
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho {printed}\n")
-    python.chmod(0o755)
-    assert find_release(python) == name
+    assert find_release(write_script(tmp_path / "python", f"echo {printed}")) == name
 
 
 def test_an_interpreter_that_does_not_answer_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fp8calib.plugins.vllm.loader._VERSION_TIMEOUT_S", 0.5)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 20\n")
-    python.chmod(0o755)
     with pytest.raises(UsageError, match="did not name its vLLM within"):
-        find_release(python)
+        find_release(write_script(tmp_path / "python", "exec sleep 20"))
 
 
 def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:
@@ -262,11 +242,8 @@ def test_a_loader_that_dies_or_does_not_end_says_nothing_about_the_checkpoint(
     script: str, says: str, overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fp8calib.plugins.vllm.loader._TIMEOUT_S", 0.5)
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
 
-    report = vllm.check(overlay, python=python)
+    report = vllm.check(overlay, python=write_script(tmp_path / "python", script))
 
     assert report.exit_code == 9
     assert any(says in each for each in report.engines["vllm"].unknown)

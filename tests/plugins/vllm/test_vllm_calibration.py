@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,11 +40,12 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Install the vLLM that answers as recorded."""
+    """Install the vLLM that answers as recorded, of a llama unless a test says it."""
     monkeypatch.syspath_prepend(str(Path(__file__).with_name("fake_vllm")))
     import vllm  # noqa: PLC0415
 
     vllm.LLM.asked.clear()
+    vllm.LLM.answers = read_golden(GOLDENS / "llama.json")
     yield vllm.LLM
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
@@ -103,7 +105,6 @@ def test_a_recipe_that_needs_them_is_refused_before_text_is_run(
 def test_every_sequence_is_run_once_in_order_a_step_each_with_a_16_bit_cache(
     vllm: Any, model_of: Callable[[str], Path]
 ) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
     options = {**OPTIONS, "engine_option": {"gpu_memory_utilization": 0.5}}
 
     found = plugin.calibrate(model_of("llama"), **options).stats
@@ -133,7 +134,6 @@ def test_every_sequence_is_run_once_in_order_a_step_each_with_a_16_bit_cache(
 def test_a_drafter_drafts_one_token_and_is_named(
     vllm: Any, model_of: Callable[[str], Path]
 ) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
     drafter = {"method": "mtp", "num_speculative_tokens": 3}
     options = {**OPTIONS, "engine_option": {"speculative_config": drafter}}
 
@@ -164,10 +164,6 @@ def test_options_that_would_falsify_the_statistics_are_refused(
     assert vllm.asked == []
 
 
-def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> None:
-    answers["fp8calib_collect"] = [change(each) for each in answers["fp8calib_collect"]]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
@@ -180,7 +176,6 @@ def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> 
 def test_what_the_engine_did_not_run_as_planned_is_an_error(
     vllm: Any, model_of: Callable[[str], Path], before: bytes, after: bytes, text: str
 ) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
 
     def change(answer: bytes) -> bytes:
         size = int.from_bytes(answer[:8], "little")
@@ -189,40 +184,37 @@ def test_what_the_engine_did_not_run_as_planned_is_an_error(
         changed = header.replace(before, after)
         return len(changed).to_bytes(8, "little") + changed + answer[8 + size :]
 
-    _change(vllm.answers, change)
+    collected = vllm.answers["fp8calib_collect"]
+    vllm.answers["fp8calib_collect"] = [change(each) for each in collected]
     with pytest.raises(CalibrationError, match=text):
         plugin.calibrate(model_of("llama"), **OPTIONS)
 
 
-def test_a_sequence_that_the_engine_refuses_is_no_reason_to_resume(
-    vllm: Any, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "text", "resumes"),
+    [
+        (
+            ValueError("The prompt is too long"),
+            "refuses a row of samples 0 to 0: .*too long",
+            False,
+        ),
+        (RuntimeError("cancelled"), "vLLM stopped: RuntimeError: cancelled", True),
+    ],
+)
+def test_an_engine_that_stops_is_named_and_whether_to_resume(
+    vllm: Any,
+    model_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    error: Exception,
+    text: str,
+    resumes: bool,
 ) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("The prompt is too long")
-
-    monkeypatch.setattr(vllm, "generate", refuse)
-    with pytest.raises(
-        CalibrationError, match=r"vLLM refuses a row of samples 0 to 0: .*too long"
-    ) as raised:
-        plugin.calibrate(model_of("llama"), **OPTIONS)
-    assert "--resume" not in raised.value.hint
-
-
-def test_an_engine_that_stops_is_named_and_how_to_go_on(
-    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
-
-    def die(*_: Any, **__: Any) -> None:
-        raise RuntimeError("cancelled")
-
-    monkeypatch.setattr(vllm, "generate", die)
-    options = {**OPTIONS, "out": tmp_path / "out"}
-    with pytest.raises(CalibrationError, match="vLLM stopped: RuntimeError: cancelled") as raised:
-        plugin.calibrate(model_of("llama"), **options)
-    assert "resume" in raised.value.hint
+    monkeypatch.setattr(vllm, "generate", Mock(side_effect=error))
+    with pytest.raises(CalibrationError, match=text) as raised:
+        plugin.calibrate(model_of("llama"), **{**OPTIONS, "out": tmp_path / "out"})
+    assert ("resume" in raised.value.hint) is resumes
 
 
 def test_a_signal_ends_the_start_of_vllm(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,3 +120,25 @@ def _find(draft: Draft, key: str) -> tuple[dict[str, Any], str]:
 def remove_config(draft: Draft) -> None:
     """Remove the quantization_config."""
     draft.config.pop("quantization_config", None)
+
+
+_TABLE = Path(__file__).with_name("config_damages.tsv")
+
+
+def read_config_damages() -> Iterator[Damage]:
+    """Read the changes of single keys of the config; a key without a value is removed."""
+    for row in _TABLE.read_text().splitlines()[1:]:
+        name, methods, schemes, key, value = row.split("\t")
+        change = set_key(key, json.loads(value)) if value else drop_key(key)
+        yield Damage(name=name, change=change, fits=_make_fits(methods, schemes))
+
+
+def _make_fits(methods: str, schemes: str) -> Fits:
+    """Match the forms of some methods or all, with or without FP8 weights, or in some schemes."""
+
+    def fits(form: Form) -> bool:
+        known = {"": True, "any": bool(form.scheme), "none": not form.scheme}
+        has_scheme = known.get(schemes, form.scheme in schemes.split(","))
+        return has_scheme and (not methods or form.method in methods.split(","))
+
+    return fits

@@ -17,11 +17,8 @@ from tests.real_engines.fuzz.damage import (
     Select,
     drop,
     edit,
-    has_fp8,
-    has_method,
     one_of,
     rename,
-    set_key,
 )
 from tests.real_engines.fuzz.draft import INDEX, Draft, UnfitError
 from tests.real_engines.fuzz.forms import Form
@@ -156,7 +153,6 @@ def _write_index(edit: Callable[[str, Path], object]) -> Callable[[Path], None]:
     return write
 
 
-_CT = has_method("compressed-tensors")
 _DAMAGES: dict[str, tuple[Change, Fits]] = {
     "prefix-more": (rename(list, lambda name: f"model.{name}"), _always),
     "prefix-less": (rename(list, _strip_root), _always),
@@ -209,13 +205,6 @@ _DAMAGES: dict[str, tuple[Change, Fits]] = {
     "layers-more": (_set("num_hidden_layers", 5), _always),
     "tied": (_set("tie_word_embeddings", True), _always),
     "vocabulary-more": (_set("vocab_size", 4096), _always),
-    "actorder": (set_key(f"{_GROUP}.actorder", "foo"), _CT),
-    "group_size": (set_key(f"{_GROUP}.group_size", -5), _CT),
-    "scale_dtype": (set_key(f"{_GROUP}.scale_dtype", "foo"), _CT),
-    "observer": (set_key(f"{_GROUP}.observer", 5), _CT),
-    "version": (set_key("version", "99.0"), _CT),
-    "method-awq": (set_key("quant_method", "awq"), has_fp8),
-    "method-mxfp4": (set_key("quant_method", "mxfp4"), has_fp8),
     "consolidated": (_last(_write_consolidated), _always),
     "second-file": (_last(_write_second), _always),
     "dangling-link": (_last(_write_dangling), _always),

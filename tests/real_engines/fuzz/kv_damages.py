@@ -1,4 +1,4 @@
-"""Damages of KV scales: names, values, dtypes, shapes, what is missing, and the config."""
+"""Damages of KV scales: names, values, dtypes, shapes, and what is missing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from tests.real_engines.fuzz.damage import (
     Damage,
     Edit,
     drop,
-    drop_key,
     edit,
     has_kv,
     has_method,
     one_of,
     remove_config,
     rename,
-    set_key,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.forms import draw_scale
-
-_CT = "compressed-tensors"
 
 
 def _scales(draft: Draft) -> list[str]:
@@ -197,67 +193,7 @@ _FILES: dict[str, Change] = {
     "file-missing": _list_missing_file,
     "recorded-fnuz": _record_fnuz,
 }
-_SCHEME = "kv_cache_scheme"
-_COMPRESSED: dict[str, Change] = {
-    "ignore-null": set_key("ignore", None),
-    "ignore-missing": drop_key("ignore"),
-    "groups-null": set_key("config_groups", None),
-    "groups-empty": set_key("config_groups", {}),
-    "groups-missing": drop_key("config_groups"),
-    "group-without-weights": set_key("config_groups.group_0.weights", None),
-    "targets-text": set_key("config_groups.group_0.targets", "Linear"),
-    "format-missing": drop_key("format"),
-    "format-dense": set_key("format", "dense"),
-    "status-missing": drop_key("quantization_status"),
-    "method-in-other-letters": set_key("quant_method", "Compressed_Tensors"),
-    "sparsity": set_key("sparsity_config", {"format": "sparse-24-bitmask", "targets": ["Linear"]}),
-    "scheme-missing": drop_key(_SCHEME),
-    "scheme-null": set_key(_SCHEME, None),
-    "scheme-text": set_key(_SCHEME, "static"),
-    **{
-        f"scheme-{strategy}": set_key(f"{_SCHEME}.strategy", strategy)
-        for strategy in ("token", "channel", "group", "attn_head", "tensor")
-    },
-    "scheme-dynamic": set_key(f"{_SCHEME}.dynamic", True),
-    "scheme-dynamic-local": set_key(f"{_SCHEME}.dynamic", "local"),
-    "scheme-4-bits": set_key(f"{_SCHEME}.num_bits", 4),
-    "scheme-int": set_key(f"{_SCHEME}.type", "int"),
-    "scheme-asymmetric": set_key(f"{_SCHEME}.symmetric", False),
-    "scheme-unknown-key": set_key(f"{_SCHEME}.colour", "blue"),
-    "scheme-without-type": drop_key(f"{_SCHEME}.type"),
-}
-_FP8: dict[str, Change] = {
-    "activations-missing": drop_key("activation_scheme"),
-    "activations-unknown": set_key("activation_scheme", "none"),
-    "activations-dynamic": set_key("activation_scheme", "dynamic"),
-    "static-blocks": set_key("weight_block_size", [128, 128]),
-    "fp8-scheme-missing": drop_key(_SCHEME),
-    "deepseek_v4": set_key("quant_method", "deepseek_v4_fp8"),
-}
-_MODELOPT: dict[str, Change] = {
-    "modelopt-ignore-null": set_key("ignore", None),
-    "algorithm-null": set_key("quant_algo", None),
-    "algorithm-unknown": set_key("quant_algo", "FP7"),
-    "algorithm-nvfp4": set_key("quant_algo", "NVFP4"),
-    "modelopt-scheme-missing": drop_key(_SCHEME),
-}
-_QUARK: dict[str, Change] = {
-    "exclude-null": set_key("exclude", None),
-    "exclude-all": set_key("exclude", ["re:.*"]),
-    "export-missing": drop_key("export"),
-    "kv-group-missing": drop_key("export.kv_cache_group"),
-    "kv-group-empty": set_key("export.kv_cache_group", []),
-    "outputs-differ": set_key(
-        "layer_quant_config.*v_proj",
-        {"output_tensors": {"dtype": "int8", "qscheme": "per_tensor"}},
-    ),
-}
-_ANY: dict[str, Change] = {
-    "config-missing": remove_config,
-    "method-unknown": set_key("quant_method", "float8000"),
-    "method-missing": drop_key("quant_method"),
-}
-_METHODS = (_CT, "fp8", "modelopt", "quark")
+_METHODS = ("compressed-tensors", "fp8", "modelopt", "quark")
 
 _TENSORS = _NAMES | _VALUES | _DTYPES | _SHAPES | _MISSING
 
@@ -266,16 +202,8 @@ KV_DAMAGES = (
         Damage(name=f"kv-{name}", change=change, fits=has_kv)
         for name, change in (_TENSORS | _FILES).items()
     ),
-    *(
-        Damage(name=f"kv-{name}", change=change, fits=has_method(*methods, scheme=False))
-        for changes, methods in (
-            (_COMPRESSED, (_CT,)),
-            (_FP8, ("fp8",)),
-            (_MODELOPT, ("modelopt",)),
-            (_QUARK, ("quark",)),
-            (_ANY, _METHODS),
-        )
-        for name, change in changes.items()
+    Damage(
+        name="kv-config-missing", change=remove_config, fits=has_method(*_METHODS, scheme=False)
     ),
 )
 TENSOR_DAMAGES = frozenset(f"kv-{name}" for name in _TENSORS)

@@ -22,7 +22,6 @@ from tests.real_engines.fuzz.damage import (
     one_of,
     remove_config,
     rename,
-    set_key,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.forms import Form
@@ -273,65 +272,7 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
 }
 _CONFIG: dict[str, tuple[Change, Fits]] = {
     "config-missing": (remove_config, has_fp8),
-    "format-missing": (drop_key("format"), has_method(_CT, scheme=True)),
-    "format-dense": (set_key("format", "dense"), has_method(_CT, scheme=True)),
-    "group-format-missing": (drop_key(f"{_GROUP}.format"), has_method(_CT, scheme=True)),
     "both-formats-missing": (_drop_formats, has_method(_CT, scheme=True)),
-    "inputs-null": (
-        set_key(f"{_GROUP}.input_activations", None),
-        has_scheme("fp8-static", "fp8-dynamic", "fp8-block", "mxfp8", method=_CT),
-    ),
-    "inputs-dynamic": (
-        set_key(f"{_GROUP}.input_activations.dynamic", True),
-        has_scheme("fp8-static", method=_CT),
-    ),
-    "strategy-channel": (
-        set_key(f"{_GROUP}.weights.strategy", "channel"),
-        has_scheme("fp8-static", method=_CT),
-    ),
-    "strategy-tensor": (
-        set_key(f"{_GROUP}.weights.strategy", "tensor"),
-        has_scheme("fp8-dynamic", "w8a16", method=_CT),
-    ),
-    "blocks-64": (
-        set_key(f"{_GROUP}.weights.block_structure", [64, 64]),
-        has_scheme("fp8-block", method=_CT),
-    ),
-    "four-bits": (set_key(f"{_GROUP}.weights.num_bits", 4), has_method(_CT, scheme=True)),
-    "no-groups": (set_key("config_groups", {}), has_method(_CT, scheme=True)),
-    "ignore-null": (set_key("ignore", None), has_method(_CT, "modelopt", scheme=True)),
-    "ignore-missing": (drop_key("ignore"), has_method(_CT, "modelopt", scheme=True)),
-    "activations-dynamic": (
-        set_key("activation_scheme", "dynamic"),
-        has_scheme("fp8-static", method="fp8"),
-    ),
-    "activations-missing": (drop_key("activation_scheme"), has_method("fp8", scheme=True)),
-    "blocks-missing": (drop_key("weight_block_size"), has_scheme("fp8-block", method="fp8")),
-    "fp8-blocks-64": (
-        set_key("weight_block_size", [64, 64]),
-        has_scheme("fp8-block", method="fp8"),
-    ),
-    "ignored_layers-null": (
-        set_key("ignored_layers", None),
-        has_method("fp8", "mxfp8", scheme=True),
-    ),
-    **{
-        f"mx-{name}": (set_key(f"{_GROUP}.weights.{key}", value), fits)
-        for fits in [has_scheme("mxfp8", "mxfp8-a16", method=_CT)]
-        for name, key, value in (
-            ("groups-64", "group_size", 64),
-            ("no-exponents", "scale_dtype", None),
-        )
-    },
-    "mx-method-fp8": (set_key("quant_method", "fp8"), has_method("mxfp8", scheme=True)),
-    "algorithm-other": (
-        set_key("quant_algo", "FP8_PB_WO"),
-        has_method("modelopt", scheme=True),
-    ),
-    "algorithm-static": (
-        set_key("quant_algo", "FP8"),
-        has_scheme("fp8-dynamic", method="modelopt"),
-    ),
 }
 
 WEIGHT_DAMAGES = tuple(
