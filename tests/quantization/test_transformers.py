@@ -24,7 +24,7 @@ from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.quantization.select import find_selection
 from tests import zoo
 from tests.doors import make_plan, run_calibration
-from tests.kit.models import build_gemma3
+from tests.kit.multimodal import build_multimodal
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
 from tests.verification.by_hand import (
@@ -168,7 +168,7 @@ def test_experts_are_loaded_with_their_scales(family: str, tmp_path: Path) -> No
 
 def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) -> None:
     """Its modules are called otherwise in memory than on disk."""
-    model = build_gemma3()
+    model, _ = build_multimodal("gemma3")
     model.save_pretrained(tmp_path / "model")
     out = run(tmp_path / "model", tmp_path / "out", "w8a16")
     assert {matrix.layer for matrix in out.plan.selection.quantized} == {

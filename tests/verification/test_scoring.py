@@ -27,7 +27,7 @@ from fp8calib.verification.score import Scores
 from fp8calib.verification.token_scores import TokenScores, score_batch, scoring_bytes
 from tests import zoo
 from tests.kit.allocations import peak_allocated
-from tests.kit.models import build_gemma3
+from tests.kit.multimodal import build_multimodal
 from tests.simulated_gpus import gpu
 from tests.verification.by_hand import (
     PLAIN,
@@ -59,7 +59,7 @@ def subject(
 ) -> Iterator[Subject]:
     family = request.param
     if family == "gemma3":
-        model = build_gemma3(final_logit_softcapping=3.0)
+        model, _ = build_multimodal("gemma3", final_logit_softcapping=3.0)
     else:
         model = zoo.build(family, **WITH_A_HEAD_OF_THEIR_OWN[family])
     with opened(model, tmp_path_factory.mktemp(family) / "m") as found:

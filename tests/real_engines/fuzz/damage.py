@@ -87,7 +87,7 @@ def rename(select: Select, new: Callable[[str], str]) -> Change:
 
 
 def set_key(key: str, value: object) -> Change:
-    """Make a change that sets a key of the quantization_config; a dot leads into an object."""
+    """Make a change that sets a key of config.json; a dot leads into an object."""
 
     def change(draft: Draft) -> None:
         holder, last = _find(draft, key)
@@ -97,7 +97,7 @@ def set_key(key: str, value: object) -> Change:
 
 
 def drop_key(key: str) -> Change:
-    """Make a change that removes a key of the quantization_config."""
+    """Make a change that removes a key of config.json."""
 
     def change(draft: Draft) -> None:
         holder, last = _find(draft, key)
@@ -109,17 +109,12 @@ def drop_key(key: str) -> Change:
 def _find(draft: Draft, key: str) -> tuple[dict[str, Any], str]:
     """Find the object that holds a key, and the key's last part."""
     *path, last = key.split(".")
-    found = draft.quantization
+    found = draft.config
     for part in path:
         found = found.get(part)  # type: ignore[assignment]
         if not isinstance(found, dict):
             raise UnfitError(f"there is no object {part}")
     return found, last
-
-
-def remove_config(draft: Draft) -> None:
-    """Remove the quantization_config."""
-    draft.config.pop("quantization_config", None)
 
 
 _TABLE = Path(__file__).with_name("config_damages.tsv")

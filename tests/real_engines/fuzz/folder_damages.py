@@ -26,7 +26,6 @@ from tests.real_engines.fuzz.forms import Form
 _WIDTH = 64
 _WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_moe")
 """Model types that store each expert by itself."""
-_GROUP = "config_groups.group_0.weights"
 
 
 def _always(_: Form) -> bool:
@@ -82,22 +81,6 @@ def _add_expert(draft: Draft) -> None:
         if rest.startswith(f"{last}."):
             copy = f"{head}.experts.{last + 1}.{rest.partition('.')[2]}"
             draft.put(copy, draft[name].clone())
-
-
-def _set(key: str, value: object) -> Change:
-    def change(draft: Draft) -> None:
-        draft.config[key] = value
-
-    return change
-
-
-def _unset(key: str) -> Change:
-    def change(draft: Draft) -> None:
-        if key not in draft.config:
-            raise UnfitError(f"there is no {key}")
-        draft.config.pop(key)
-
-    return change
 
 
 def _last(write: Callable[[Path], None]) -> Change:
@@ -188,23 +171,6 @@ _DAMAGES: dict[str, tuple[Change, Fits]] = {
         rename(list, lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts.")),
         _always,
     ),
-    "class-other": (_set("architectures", ["BertModel"]), _always),
-    "class-base": (_set("architectures", ["LlamaModel"]), _always),
-    "class-unknown": (_set("architectures", ["FooForCausalLM"]), _always),
-    "class-missing": (_unset("architectures"), _always),
-    "class-null": (_set("architectures", None), _always),
-    "class-text": (_set("architectures", "LlamaForCausalLM"), _always),
-    "class-number": (_set("architectures", ["LlamaForCausalLM", 3]), _always),
-    "positions-zero": (_set("max_position_embeddings", 0), _always),
-    "positions-negative": (_set("max_position_embeddings", -8), _always),
-    "layers-two-kinds": (_set("layer_types", ["sliding_attention", "full_attention"]), _always),
-    "window": (_set("sliding_window", 8), _always),
-    "type-other": (_set("model_type", "mistral"), _always),
-    "dtype-float8": (_set("torch_dtype", "float8_e4m3fn"), _always),
-    "head_dim-null": (_set("head_dim", None), _always),
-    "layers-more": (_set("num_hidden_layers", 5), _always),
-    "tied": (_set("tie_word_embeddings", True), _always),
-    "vocabulary-more": (_set("vocab_size", 4096), _always),
     "consolidated": (_last(_write_consolidated), _always),
     "second-file": (_last(_write_second), _always),
     "dangling-link": (_last(_write_dangling), _always),

@@ -13,9 +13,7 @@ from tests.real_engines.fuzz.damage import (
     drop,
     edit,
     has_kv,
-    has_method,
     one_of,
-    remove_config,
     rename,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
@@ -193,18 +191,11 @@ _FILES: dict[str, Change] = {
     "file-missing": _list_missing_file,
     "recorded-fnuz": _record_fnuz,
 }
-_METHODS = ("compressed-tensors", "fp8", "modelopt", "quark")
-
 _TENSORS = _NAMES | _VALUES | _DTYPES | _SHAPES | _MISSING
 
-KV_DAMAGES = (
-    *(
-        Damage(name=f"kv-{name}", change=change, fits=has_kv)
-        for name, change in (_TENSORS | _FILES).items()
-    ),
-    Damage(
-        name="kv-config-missing", change=remove_config, fits=has_method(*_METHODS, scheme=False)
-    ),
+KV_DAMAGES = tuple(
+    Damage(name=f"kv-{name}", change=change, fits=has_kv)
+    for name, change in (_TENSORS | _FILES).items()
 )
 TENSOR_DAMAGES = frozenset(f"kv-{name}" for name in _TENSORS)
 """Those that change scales alone, not the config nor the files."""

@@ -20,7 +20,6 @@ from tests.real_engines.fuzz.damage import (
     has_method,
     has_scheme,
     one_of,
-    remove_config,
     rename,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
@@ -28,7 +27,7 @@ from tests.real_engines.fuzz.forms import Form
 
 _CT = "compressed-tensors"
 _SPLIT = ("q_proj", "k_proj", "v_proj")
-_GROUP = "config_groups.group_0"
+_QUANTIZATION = "quantization_config"
 _NAN_EXPONENT = 255
 
 
@@ -191,8 +190,8 @@ def _store_in_e5m2(draft: Draft) -> None:
 
 
 def _drop_formats(draft: Draft) -> None:
-    for key in ("format", f"{_GROUP}.format"):
-        drop_key(key)(draft)
+    for path in (_QUANTIZATION, f"{_QUANTIZATION}.config_groups.group_0"):
+        drop_key(f"{path}.format")(draft)
 
 
 def _flatten(scale: torch.Tensor) -> torch.Tensor:
@@ -269,13 +268,8 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
     "weights-e5m2": (_store_in_e5m2, has_fp8),
     "lm_head": (_quantize_head, has_fp8),
     "excluded": (_exclude_one, has_fp8),
-}
-_CONFIG: dict[str, tuple[Change, Fits]] = {
-    "config-missing": (remove_config, has_fp8),
     "both-formats-missing": (_drop_formats, has_method(_CT, scheme=True)),
 }
-
 WEIGHT_DAMAGES = tuple(
-    Damage(name=f"w-{name}", change=change, fits=fits)
-    for name, (change, fits) in (_TENSORS | _CONFIG).items()
+    Damage(name=f"w-{name}", change=change, fits=fits) for name, (change, fits) in _TENSORS.items()
 )
