@@ -24,7 +24,6 @@ from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
-    save_child,
     save_fp4,
     save_gpt_oss,
     save_int,
@@ -220,25 +219,6 @@ def test_folders_that_are_in_use_are_refused(tmp_path: Path, refused: Callable[.
 
 
 # --- interruptions -------------------------------------------------------------------------------
-
-
-def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = save_child("llm-compressor, channels", tmp_path / "child")
-    dequantize(child, tmp_path / "whole")
-    write = ShardWriter.write
-
-    def interrupted(self: ShardWriter, *arguments: Any) -> None:
-        write(self, *arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "write", interrupted)
-        assert run("dequantize", child, "--out", tmp_path / "out").code == 130
-    assert not (tmp_path / "out").exists()
-    for _ in range(2):  # the second time it is finished already
-        dequantize(child, tmp_path / "out", "--resume")
-        assert {path.name for path in tmp_path.iterdir()} == {"child", "whole", "out"}
-        require_equal(load_tensors(tmp_path / "out"), load_tensors(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("place", ["shard", "overlay"])

@@ -45,6 +45,12 @@ def start(*command: object, **variables: object) -> subprocess.Popen[str]:
     )
 
 
+def run_code(code: str, *arguments: object, **variables: object) -> tuple[str, str]:
+    """Run Python code in a process; give what it prints, on stdout and stderr."""
+    out, err = start(sys.executable, "-c", code, *arguments, **variables).communicate(timeout=60)
+    return out, err
+
+
 def test_the_package_runs_as_a_module() -> None:
     process = start(*PROGRAM, "--version")
     assert process.communicate(timeout=60) == (f"fp8calib {__version__}\n", "")
@@ -58,7 +64,7 @@ def test_help_does_not_pay_for_heavy_imports() -> None:
         "    with contextlib.suppress(SystemExit):\n        main([*words, '--help'])\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
-    out, err = start(sys.executable, "-c", code).communicate(timeout=60)
+    out, err = run_code(code)
     assert out.count("Usage: fp8calib") == 3
     assert err == "[]\n"
 
@@ -72,7 +78,7 @@ def test_threads_that_wait_leave_the_processor_to_others(given: dict[str, str], 
         "with contextlib.suppress(SystemExit):\n    main(['--version'])\n"
         "print(os.environ.get('GOMP_SPINCOUNT'))"
     )
-    out, err = start(sys.executable, "-c", code, **given).communicate(timeout=60)
+    out, err = run_code(code, **given)
     assert out.splitlines()[1:] == [turns], err
 
 
@@ -96,11 +102,8 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [("fp8calib check --eng", "--engine")],
-)
-def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+def test_a_shell_completes_commands_and_options() -> None:
+    typed, completed = "fp8calib check --eng", "--engine"
     place = {"COMP_WORDS": typed, "COMP_CWORD": typed.count(" ")}
     process = start(*PROGRAM, _FP8CALIB_COMPLETE="complete_bash", **place)
     out, err = process.communicate(timeout=60)
@@ -149,7 +152,7 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
         ["check", str(model)],
     ]
     arguments = ["|".join(command) for command in commands]
-    out, err = start(sys.executable, "-c", code, *arguments).communicate(timeout=60)
+    out, err = run_code(code, *arguments)
     assert not [line for line in out.splitlines() if line.endswith("True")]
     lines = [line for line in err.splitlines() if not line.startswith("hint: ")]
     missing = lines[: len(commands) - 1]
@@ -232,10 +235,9 @@ with ConsoleReporter() as bar:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_destructor_is_not_lost(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", CHILD, str(int(number))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split("\n")[:2] == ["continued", "stopped"]
-    assert "KeyboardInterrupt" in done.stderr  # what Python says of the one it swallowed
+    out, err = run_code(CHILD, int(number))
+    assert out.split("\n")[:2] == ["continued", "stopped"]
+    assert "KeyboardInterrupt" in err  # what Python says of the one it swallowed
 
 
 def test_an_ignored_sigint_stays_ignored() -> None:
@@ -245,10 +247,7 @@ def test_an_ignored_sigint_stays_ignored() -> None:
         "from fp8calib.cli.signals import handle_signals; handle_signals()\n"
         "os.kill(os.getpid(), signal.SIGINT); print('alive')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == "alive\n"
+    assert run_code(code)[0] == "alive\n"
 
 
 def test_the_exit_frees_what_triton_made() -> None:
@@ -260,5 +259,4 @@ def test_the_exit_frees_what_triton_made() -> None:
         "with slow_imports(): sys.modules['triton'] = sys\n"
         "assert gc.get_freeze_count() > 1000"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "0\n"
+    assert run_code(code)[0] == "0\n"

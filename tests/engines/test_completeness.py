@@ -32,8 +32,8 @@ OTHERS = dict.fromkeys(("sglang", "transformers"), "misread")
 LAYER = "model.layers.1."
 Change = Callable[[Tensors], Tensors]
 
-ROWS = json.loads(Path(__file__).with_name("incomplete.json").read_text())
-ABSENT, SHAPES, HEADS = ROWS["absent"], ROWS["shapes"], ROWS["heads"]
+_ROWS = json.loads(Path(__file__).with_name("incomplete.json").read_text())
+ABSENT, SHAPES, HEADS = _ROWS["absent"], _ROWS["shapes"], _ROWS["heads"]
 """What is absent: the family, what the names contain, and what vLLM does, by its default_loader.py:
 the parameters of modules with a quant_method are exempt from its comparison. Heads: the family,
 whether the config ties its output layer, what is stored beside the embedding, and what engines do:
