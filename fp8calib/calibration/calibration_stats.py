@@ -356,7 +356,8 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
         if shard is None:
             raise ModelError(
                 f"{name} is not a shard: it holds the statistics of a whole run",
-                hint="name the files of shards; `fp8calib calibrate ... --shard I/N` writes one",
+                hint="name the files of the shards; `fp8calib calibrate ... --shard I/N` writes "
+                "one",
             )
         if shard.is_checkpoint:
             raise ModelError(
