@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -148,10 +149,14 @@ def run(
         if request.dry_run:
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
-        hashes = hash_inputs(asked, request, model, specs)
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
-        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+        with (
+            hashing_inputs(asked, request, model, specs) as give_hashes,
+            PeakMemory() as peak,
+            open_scored(asked, model, mode, reporter) as scored,
+        ):
             verified = run_verification(asked, scored, reporter)
+            hashes = give_hashes()
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:
@@ -172,18 +177,32 @@ def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
     reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
 
 
-def hash_inputs(
+@contextmanager
+def hashing_inputs(
     asked: Verification, request: VerifyRequest, model: RunModel, specs: Sequence[str]
-) -> RunHashes:
-    """Hash the files of the model, of the text and of what is compared with it."""
+) -> Iterator[Callable[[], RunHashes]]:
+    """Hash the files of the model, of the text and of what is compared with it.
+
+    A CPU has the passes to run after it; beside those of a GPU the model is hashed in threads. What
+    is given waits for the hashes.
+    """
     scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
-    try:
-        used = {each.name for each in asked.opened}
-        places = {name: find_candidate(name) for name in scales if name in used}
-        with FileHasher() as hasher:
-            return hasher.hash_run(None if model.is_live else model.source.folder, specs, places)
-    except OSError as error:
-        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    used = {each.name for each in asked.opened}
+    places = {name: find_candidate(name) for name in scales if name in used}
+    folder = None if model.is_live else model.source.folder
+
+    def give_hashes() -> RunHashes:
+        try:
+            return hasher.hash_run(folder, specs, places)
+        except OSError as error:
+            raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    with FileHasher() as hasher:
+        if model.device == "cpu":
+            give_hashes()
+        elif folder is not None:
+            hasher.start(folder)
+        yield give_hashes
 
 
 def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:

@@ -216,6 +216,7 @@ def test_candidates_share_a_batch_where_memory_allows(tmp_path: Path, rows: Path
     with gpus():
         both = succeed(*command, "--device", "cuda", "--json")
         assert both.json["memory"]["models_in_a_batch"] == 3
+        assert both.json["hashes"] == cpu.json["hashes"]  # on a GPU beside the passes
         assert "2 of the candidates share each batch: their figures differ by rounding" in both.err
         room = both.json["memory"]["device_peak_bytes"] - 1
         limits = memory_plan.find_limits("cuda", None)._replace(device_bytes=room)

@@ -22,7 +22,7 @@ from fp8calib.commands.verify_run import (
     describe_plan,
     find_scratch,
     finish,
-    hash_inputs,
+    hashing_inputs,
 )
 from fp8calib.commands.verify_run import describe as describe_verification
 from fp8calib.data.sequences import DataPlan
@@ -102,15 +102,19 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         if servers is None:
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
-        hashes = hash_inputs(asked, request, model, specs)
         told = asked.warnings
-        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+        with (
+            hashing_inputs(asked, request, model, specs) as give_hashes,
+            PeakMemory() as peak,
+            open_scored(asked, model, mode, reporter) as scored,
+        ):
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = servers.ask(asked.plan, writer, reporter)
             asked = replace(asked, plan=text, watched=answers.watched, measures_noise=True)
             verified = run_verification(asked, scored, reporter)
             evidence = _gather(verified, scored, faults, reporter)
             assessment = assess(answers, evidence, text.sequences)
+            hashes = give_hashes()
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in told:
