@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
-    SiteStats,
     load_stats_file,
     merge_shards,
     save_stats,
@@ -34,10 +32,6 @@ def through_files(
         loaded = load_stats_file(folder / f"{number}.safetensors", accepts_shard=True)
         found.append((f"file {number}", loaded))
     return found
-
-
-def seen(**changes: Any) -> SiteStats:
-    return SiteStats(**{"count": 3, "amax": torch.tensor([1.0, 5.0]), **changes})
 
 
 def make_parts(count: int = 2) -> list[tuple[str, CalibrationStats]]:

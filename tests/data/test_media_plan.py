@@ -53,10 +53,6 @@ def see(text: str, *names: str) -> dict[str, Any]:
     return {"text": text, "images": list(names or ["a.png"])}
 
 
-def ids(*tokens: int) -> dict[str, Any]:
-    return {"input_ids": list(tokens)}
-
-
 def test_media_that_change_after_planning_are_refused(plan_of: Any, tmp_path: Path) -> None:
     """The fingerprint names what was planned, so nothing else is run."""
     plan = plan_of(see("What?"))

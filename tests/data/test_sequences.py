@@ -13,11 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import ReadRow, Row
-from fp8calib.data.sequences import Batch, DataPlan, batches, parse_share
+from fp8calib.data.sequences import DataPlan, batches, parse_share
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, UsageError
@@ -92,16 +91,6 @@ def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
     assert calibrate.num_tokens > 3 * verify.num_tokens > 20_000
     assert plan_of("builtin", **options).fingerprint == calibrate.fingerprint
     assert not any("no --data" in text for text in plan_of("builtin", **options).warnings)
-
-
-def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
-    """Make a plan whose sequence i holds the id i + 1 throughout."""
-    sequences = tuple(torch.full((length,), i + 1) for i, length in enumerate(lengths))
-    return DataPlan(sequences, packed, max(lengths), (), ())
-
-
-def shape(batch: Batch) -> tuple[int, tuple[int, ...]]:
-    return batch.first, batch.lengths
 
 
 def describe(plan: DataPlan) -> list[str]:

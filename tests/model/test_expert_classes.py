@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.model.expert_layouts import KnownStacks
-from fp8calib.model.geometry_from_config import ask_class
 from fp8calib.quantization.select import find_selection
 from tests.architectures import families
 from tests.quantization.by_hand import run
-
-
-def ask(folder: Path) -> KnownStacks:
-    return ask_class(folder, json.loads((folder / "config.json").read_text()))
 
 
 def test_a_buffer_is_no_stack_of_weights(tmp_path: Path) -> None:

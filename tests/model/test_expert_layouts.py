@@ -22,10 +22,6 @@ from tests.zoo import save as save_zoo
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def dequantize(tensors: Tensors, module: str) -> torch.Tensor:
-    return tensors[f"{module}.weight"].float() * tensors[f"{module}.weight_scale"]
-
-
 def test_every_layout_is_tried_here() -> None:
     """But for `gemma4` and `qwen3_vl_moe_text`, which are other names for a part or a whole."""
     assert set(EXPERT_LAYOUTS) - set(STACKED) == {"gemma4", "qwen3_vl_moe_text"}

@@ -6,25 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.replay.declared import matches_target
 from fp8calib.errors import ModelError
-from fp8calib.quantization.plan import CalibratedScales
-from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save
-
-INPUT_SCALE = 0.0371
-
-
-def write(folder: Path, form: str, scheme: str, *, kv: bool = False) -> Run:
-    """Write the checkpoint of `make_tensors` with made-up scales of inputs, K and V."""
-    source = save(folder / "source", make_tensors())
-    linears = [name.removesuffix(".weight") for name in make_tensors() if "_proj" in name]
-    inputs = dict.fromkeys(linears, torch.tensor(INPUT_SCALE))
-    pair = {f"{LAYER}.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
-    scales = CalibratedScales(inputs=inputs, kv=pair if kv else {})
-    return run(source, folder / f"{form}-{scheme}", scheme, form, scales=scales)
+from tests.quantization.by_hand import LAYER, make_tensors, random, run, save
 
 
 def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:

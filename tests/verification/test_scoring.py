@@ -24,7 +24,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score import Scores
-from fp8calib.verification.token_scores import TokenScores, score_batch, scoring_bytes
+from fp8calib.verification.token_scores import score_batch, scoring_bytes
 from tests import zoo
 from tests.kit.allocations import peak_allocated
 from tests.kit.multimodal import build_multimodal
@@ -133,15 +133,6 @@ def _decoder(model: PreTrainedModel) -> Any:
 
 
 # --- blocks ------------------------------------------------------------------------------------
-
-
-def score(batch: Batch, *, seed: int = 0) -> list[TokenScores]:
-    """Score random hidden states with a head that is one matrix."""
-    generator = torch.Generator().manual_seed(seed)
-    width = batch.input_ids.shape
-    hidden = [torch.randn(*width, 16, generator=generator) for _ in range(3)]
-    matrix = torch.randn(16, 128, generator=generator)
-    return score_batch(batch, hidden[0], hidden[1:], lambda rows: rows @ matrix, 128)
 
 
 def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,9 +172,6 @@ def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path
 
 # --- what a checkpoint clipped, and its scales ---------------------------------------------------
 
-
-Spread = Callable[[torch.Tensor], torch.Tensor]
-"""From a weight to its amax, in the shape in which scales are stored."""
 
 LARGEST = 448.0
 
