@@ -87,6 +87,13 @@ def ask(folder: Path, engine: str, tp: int = 1) -> EngineReport:
     return check_folder(opened, geometry, [engine], tp)[engine]
 
 
+def tell(report: EngineReport) -> str:
+    """Give the status of the weights."""
+    if report.weights is not None:
+        return report.weights.status
+    return "unknown" if report.unknown else "ok"
+
+
 def explain_refusal(report: EngineReport) -> str:
     """Give why an engine does not start; empty where it does."""
     whys = {layer.k.why for layer in report.layers if layer.k.status == "refused"}

@@ -21,6 +21,7 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
 from tests.architectures.families import FAMILIES
+from tests.engines.test_check_weights import tell
 from tests.kit.checkpoints import Tensors, change_config, change_tensors
 from tests.kit.multimodal import save_multimodal
 
@@ -80,12 +81,6 @@ def ask(folder: Path, *engines: str) -> dict[str, EngineReport]:
 def judge(folder: Path, *engines: str) -> dict[str, str]:
     reports = ask(folder, *engines)
     return {key: tell(each) for key, each in reports.items()}
-
-
-def tell(report: EngineReport) -> str:
-    if report.weights is not None:
-        return report.weights.status
-    return "unknown" if report.unknown else "ok"
 
 
 @pytest.mark.parametrize("what", ABSENT)

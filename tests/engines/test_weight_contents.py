@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.plugins.vllm.loader import LoaderAnswer, amend_by_loader
-from tests.engines.test_check_weights import WHOLE, ask, make
+from tests.engines.test_check_weights import WHOLE, ask, make, tell
 from tests.kit.checkpoints import change_config, change_tensors
 
 CT, AUTOFP8 = "compressed-tensors", "autofp8"
@@ -189,12 +188,6 @@ def damage(base: Path, folder: Path, edit: Edit) -> Path:
     shutil.copytree(base, folder)
     change_config(folder, lambda config: edit(config["quantization_config"], tensors))
     return change_tensors(folder, lambda _: tensors)
-
-
-def tell(report: EngineReport) -> str:
-    if report.weights is not None:
-        return report.weights.status
-    return "unknown" if report.unknown else "ok"
 
 
 @pytest.mark.parametrize(("name", "pair"), [(name, p) for name, c in CASES.items() for p in c[1]])
