@@ -19,8 +19,9 @@ from fp8calib.plugins.server.diagnose import (
     needs_faults,
 )
 from fp8calib.plugins.server.estimates import TopTokens, WrittenText
-from fp8calib.plugins.server.faults import Fault
+from fp8calib.plugins.server.faults import Fault, list_kv_faults
 from fp8calib.verification.emulation.candidate import Candidate
+from tests.plugins.server import planted
 
 SEQUENCES = 12
 LENGTH = 65
@@ -115,6 +116,16 @@ def test_a_fault_is_named_only_beyond_doubt() -> None:
     assert explain(found, given, {"fault": effect(0, base + more)}).name == "x"
     clear = replace(given, server=base + more * 20)
     assert explain(found, clear, {"fault": effect(0, base + more * 20)}).name == "fault"
+
+
+def test_where_only_k_or_v_has_scales_they_are_not_lost_alone(runner: planted.Runner) -> None:
+    """It is then the candidate, or scale 1.0."""
+    sites = list(runner.emulate(None).quantizers)
+    for role in ("k", "v"):
+        values = {site: 3.0 for site in sites if site.role == role}
+        candidate = replace(runner.emulate(values), name="x")
+        faults = list_kv_faults(candidate, runner.geometry)
+        assert not [name for name in faults if "without its" in name]
 
 
 # --- estimates ------------------------------------------------------------------------------------
