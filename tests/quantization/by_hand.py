@@ -133,12 +133,12 @@ def run(
     resume: bool = False,
     force: bool = False,
     power_of_two: bool = False,
+    progress: Silent | None = None,
     layer_schemes: Mapping[str, str] = MappingProxyType({}),
     **settings: Any,
 ) -> Run:
     found = find_scheme(scheme)
-    if power_of_two:
-        found = round_block_scales(found)
+    found = round_block_scales(found) if power_of_two else found
     others = {pattern: find_scheme(name) for pattern, name in layer_schemes.items()}
     asked = PlanSettings(
         scheme=found, by_pattern=others, dialect=find_written(form, found), **settings
@@ -151,7 +151,7 @@ def run(
             plan,
             out,
             device=torch.device("cpu"),
-            advance=Silent().advance,
+            advance=(progress or Silent()).advance,
             resume=resume,
             force=force,
         )
@@ -184,6 +184,24 @@ def encode(values: np.ndarray[Any, Any], scale: np.ndarray[Any, Any]) -> np.ndar
     """Divide in fp32, saturate, and round with ml_dtypes: uint8 codes."""
     scaled = np.clip(values / scale.astype(np.float32), np.float32(-448), np.float32(448))
     return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def block_amax(weight: np.ndarray[Any, Any], *block: int | None) -> np.ndarray[Any, Any]:
+    """Find the largest magnitude of each block [rows, columns]; None is all of them."""
+    found = np.abs(weight)
+    for axis, size in enumerate(block):
+        starts = range(0, weight.shape[axis], size or weight.shape[axis])
+        found = np.maximum.reduceat(found, starts, axis)
+    return found
+
+
+def spread(
+    scale: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], *block: int | None
+) -> np.ndarray[Any, Any]:
+    """Give each value of a weight the scale of its block."""
+    for axis, size in enumerate(block):
+        scale = scale.repeat(size or weight.shape[axis], axis)
+    return scale[: weight.shape[0], : weight.shape[1]]
 
 
 def scale_for(amax: np.ndarray[Any, Any] | float) -> np.ndarray[Any, Any]:

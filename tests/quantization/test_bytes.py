@@ -17,6 +17,7 @@ from tests.quantization.by_hand import (
     LAYER,
     Run,
     Tensors,
+    block_amax,
     codes_of,
     encode,
     make_tensors,
@@ -25,46 +26,67 @@ from tests.quantization.by_hand import (
     save,
     scale_for,
     separate_scales,
+    spread,
     to_numpy,
 )
 
-LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
     ("self_attn.o_proj",),
     ("mlp.down_proj",),
 )
+LINEARS = tuple(name for group in GROUPS for name in group)
 
 
-def check_tensor_scales(tensors: Tensors, run: Run, groups: tuple[tuple[str, ...], ...]) -> None:
-    """Compare per-tensor scales and codes, one scale for each group."""
+BLOCKS = {
+    "fp8-static": (None, None),
+    "fp8-dynamic": (1, None),
+    "w8a16": (1, None),
+    "fp8-block": (128, 128),
+}
+"""Rows and columns of a scale, by scheme."""
+
+
+def check_codes(tensors: Tensors, run: Run, group: tuple[str, ...], *block: int | None) -> None:
+    """Compare the codes and scales of weights whose blocks share a scale."""
     found = run.tensors()
-    for group in groups:
-        weights = {name: to_numpy(tensors[f"{LAYER}.{name}.weight"]) for name in group}
-        scale = scale_for(max(np.abs(weight).max() for weight in weights.values()))
-        for name, weight in weights.items():
-            stored = found[f"{LAYER}.{name}.weight_scale"]
-            assert (stored.dtype, float(stored)) == (torch.float32, float(scale)), name
-            codes = codes_of(found[f"{LAYER}.{name}.weight"])
-            assert np.array_equal(codes, encode(weight, scale)), name
+    weights = {name: to_numpy(tensors[f"{LAYER}.{name}.weight"]) for name in group}
+    scale = scale_for(np.max([block_amax(weight, *block) for weight in weights.values()], 0))
+    for name, weight in weights.items():
+        stored = found[f"{LAYER}.{name}.weight_scale"]
+        assert stored.dtype is torch.float32
+        assert np.array_equal(stored.numpy().reshape(scale.shape), scale), name
+        codes = codes_of(found[f"{LAYER}.{name}.weight"])
+        assert np.array_equal(codes, encode(weight, spread(scale, weight, *block))), name
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_static_weights_share_the_scale_of_their_group(tmp_path: Path, shards: int) -> None:
-    """Members of a group lie in different shards, and in any order."""
-    tensors = make_tensors()
+@pytest.mark.parametrize("scheme", BLOCKS)
+@pytest.mark.parametrize(
+    ("dtype", "shards"), [(torch.bfloat16, 4), (torch.float16, 1), (torch.float32, 1)]
+)
+def test_codes_and_scales_are_those_of_numpy(
+    tmp_path: Path, scheme: str, dtype: torch.dtype, shards: int
+) -> None:
+    """Members of a group lie in different shards; blocks at the edges are smaller."""
+    tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
     source = save(tmp_path / "source", tensors, shards=shards)
-    found = run(source, tmp_path / "out", "fp8-static", scales=unit_inputs())
-    check_tensor_scales(tensors, found, GROUPS)
+    found = run(source, tmp_path / "out", scheme, scales=unit_inputs())
+    for group in GROUPS if scheme == "fp8-static" else [(name,) for name in LINEARS]:
+        check_codes(tensors, found, group, *BLOCKS[scheme])
+
+
+def test_scales_of_blocks_may_be_powers_of_two(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    source = save(tmp_path / "source", tensors)
+    found = run(source, tmp_path / "out", "fp8-block", power_of_two=True).tensors()
+    for name in LINEARS:
+        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
+        scale = scale_for(block_amax(weight, 128, 128))
+        scale = np.array([[2.0 ** math.ceil(math.log2(each)) for each in row] for row in scale])
+        assert np.array_equal(found[f"{LAYER}.{name}.weight_scale"].numpy(), scale)
+        codes = codes_of(found[f"{LAYER}.{name}.weight"])
+        assert np.array_equal(codes, encode(weight, spread(scale, weight, 128, 128))), name
 
 
 @pytest.mark.parametrize(
@@ -88,49 +110,14 @@ def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, 
     found = run(
         source, tmp_path / "out", "fp8-static", scales=CalibratedScales(inputs=inputs, kv={})
     )
-    check_tensor_scales(tensors, found, (group, ("self_attn.o_proj",)))
+    check_codes(tensors, found, group, None, None)
+    check_codes(tensors, found, ("self_attn.o_proj",), None, None)
 
 
 def unit_inputs() -> CalibratedScales:
     """Give an input scale for every linear."""
     inputs = {f"{LAYER}.{name}": torch.tensor(0.25 + i) for i, name in enumerate(LINEARS)}
     return CalibratedScales(inputs=inputs, kv={})
-
-
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_have_scales_of_their_own(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
-    tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
-    found = run(save(tmp_path / "source", tensors), tmp_path / "out", scheme).tensors()
-    for name in LINEARS:
-        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
-        scale = scale_for(np.abs(weight).max(1, keepdims=True))
-        stored = found[f"{LAYER}.{name}.weight_scale"]
-        assert stored.dtype is torch.float32
-        assert np.array_equal(stored.numpy(), scale)
-        assert np.array_equal(codes_of(found[f"{LAYER}.{name}.weight"]), encode(weight, scale))
-
-
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_blocks_have_scales_of_their_own(tmp_path: Path, power_of_two: bool) -> None:
-    """Those at the edges are smaller."""
-    tensors = make_tensors()
-    source = save(tmp_path / "source", tensors)
-    found = run(source, tmp_path / "out", "fp8-block", power_of_two=power_of_two).tensors()
-    for name in LINEARS:
-        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
-        scale = found[f"{LAYER}.{name}.weight_scale"].numpy()
-        codes = codes_of(found[f"{LAYER}.{name}.weight"])
-        rows, columns = (-(-size // 128) for size in weight.shape)
-        assert scale.shape == (rows, columns)
-        for i in range(rows):
-            for j in range(columns):
-                place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
-                expected = scale_for(np.abs(weight[place]).max())
-                if power_of_two:
-                    expected = np.float32(2.0 ** math.ceil(math.log2(expected)))
-                assert scale[i, j] == expected, (name, i, j)
-                assert np.array_equal(codes[place], encode(weight[place], expected)), (name, i, j)
 
 
 def test_all_else_is_copied_byte_for_byte(tmp_path: Path) -> None:
@@ -165,47 +152,40 @@ def test_dead_rows_and_weights_get_usable_scales_and_are_listed(tmp_path: Path) 
 
 
 def test_a_dead_expert_takes_the_largest_scale_of_its_siblings(tmp_path: Path) -> None:
+    """A weight without siblings takes 1."""
     experts = f"{LAYER}.mlp.experts"
+    dead = torch.zeros(32, 16, dtype=torch.bfloat16)
     tensors = {
         f"{experts}.0.down_proj.weight": random(32, 16, seed=1),
         f"{experts}.1.down_proj.weight": random(32, 16, seed=2, factor=5.0),
-        f"{experts}.2.down_proj.weight": torch.zeros(32, 16, dtype=torch.bfloat16),
+        f"{experts}.2.down_proj.weight": dead,
         f"{experts}.0.up_proj.weight": random(16, 32, seed=3, factor=50.0),
     }
     found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-block").tensors()
     largest = np.abs(to_numpy(tensors[f"{experts}.1.down_proj.weight"])).max()
     assert found[f"{experts}.2.down_proj.weight_scale"].item() == scale_for(largest)
+    lone = run(save(tmp_path / "lone", {f"{LAYER}.fc.weight": dead}), tmp_path / "1", "w8a16")
+    assert lone.tensors()[f"{LAYER}.fc.weight_scale"].tolist() == [[1.0]] * 32
 
 
-def test_a_lone_dead_weight_takes_one(tmp_path: Path) -> None:
-    tensors = {f"{LAYER}.fc.weight": torch.zeros(4, 4, dtype=torch.float16)}
-    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "w8a16")
-    assert found.tensors()[f"{LAYER}.fc.weight_scale"].tolist() == [[1.0]] * 4
-    assert found.written.all_zero[0].count == 4
-
-
-@pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic", "fp8-block"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("scheme", "name", "place", "value"),
+    [
+        ("fp8-static", "self_attn.k_proj", (129, 31), math.nan),
+        ("fp8-dynamic", "self_attn.k_proj", (129, 31), math.inf),
+        ("fp8-block", "self_attn.k_proj", (129, 31), -math.inf),
+        ("fp8-dynamic", "input_layernorm", (3,), math.nan),
+    ],
+)
 def test_what_is_not_finite_is_named_and_nothing_is_left(
-    tmp_path: Path, scheme: str, value: float
+    tmp_path: Path, scheme: str, name: str, place: tuple[int, ...], value: float
 ) -> None:
     tensors = make_tensors()
-    tensors[f"{LAYER}.self_attn.k_proj.weight"][129, 31] = value
+    tensors[f"{LAYER}.{name}.weight"][place] = value
     source = save(tmp_path / "source", tensors)
     with pytest.raises(ModelError) as raised:
         run(source, tmp_path / "out", scheme, scales=unit_inputs())
-    expected = f"{LAYER}.self_attn.k_proj.weight holds {value} at [129, 31]"
-    assert expected in raised.value.message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
-def test_nan_in_a_norm_is_named_and_nothing_is_left(tmp_path: Path) -> None:
-    tensors = make_tensors()
-    (norm, *_) = (name for name in sorted(tensors) if name.endswith("layernorm.weight"))
-    tensors[norm][3] = math.nan
-    source = save(tmp_path / "source", tensors)
-    with pytest.raises(ModelError, match=rf"{norm} holds nan at \[3\]"):
-        run(source, tmp_path / "out", "fp8-dynamic")
+    assert f"{LAYER}.{name}.weight holds {value} at {list(place)}" in raised.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -223,22 +203,17 @@ def test_tiny_weights_do_not_divide_by_zero(tmp_path: Path) -> None:
 def test_a_disk_too_small_is_told_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = save(tmp_path / "source", make_tensors())
-    planned = run(source, tmp_path / "out", "w8a16").plan.size_bytes
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    (source / "tokenizer.json").write_text("{}")
+    out = run(source, tmp_path / "out", "w8a16")
+    planned = out.plan.size_bytes
+    assert planned == sum(path.stat().st_size for path in out.out.iterdir())
     free = type("Usage", (), {"free": planned - 1})
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     with pytest.raises(ExportError, match="are needed"):
         run(source, tmp_path / "other", "w8a16")
     free.free = planned  # type: ignore[attr-defined]
     assert run(source, tmp_path / "other", "w8a16").written.files
-
-
-def test_the_plan_knows_the_size_to_the_byte(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", make_tensors(), shards=2)
-    (source / "tokenizer.json").write_text("{}")
-    found = run(source, tmp_path / "out", "fp8-block")
-    total = sum(path.stat().st_size for path in found.out.iterdir())
-    assert found.plan.size_bytes == total
 
 
 # --- the same bytes as llm-compressor and modelopt write of a model, where they divide as we do ---

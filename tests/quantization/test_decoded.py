@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -65,14 +65,8 @@ def test_words_are_those_of_compressed_tensors(tmp_path: Path, bits: int) -> Non
     codes[0, :2] = torch.tensor([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1])
     module = NAME.removesuffix(".weight")
     scale = torch.rand(32, 5).to(torch.bfloat16)
-    change_tensors(
-        child,
-        lambda tensors: {
-            **tensors,
-            f"{module}.weight_packed": packed.pack_to_int32(codes, bits),
-            f"{module}.weight_scale": scale,
-        },
-    )
+    words = packed.pack_to_int32(codes, bits)
+    change_tensors(child, {f"{module}.weight_packed": words, f"{module}.weight_scale": scale})
     with open_model(child, if_quantized="") as opened:
         values = opened.read(NAME)
     expected = codes.float() * scale.float().repeat_interleave(32, 1)
@@ -143,28 +137,24 @@ def test_blocks_of_any_size_and_deepseek_v4_are_codes_times_scales(
         else:
             value = float(octets[row, column : column + 1].view(ml_dtypes.float8_e4m3fn)[0])
         expected[row, column] = value * float(powers[row // block[0], column // block[1]])
-    tensors = load_file(BASE / "model.safetensors")
-    codes = torch.from_numpy(octets)
-    tensors[NAME] = codes.view(torch.int8 if is_fp4 else torch.float8_e4m3fn)
     scale_name = f"{NAME.removesuffix('.weight')}.{leaf}"
-    tensors[scale_name] = torch.from_numpy(powers).float().to(scales)
+    tensors = {
+        NAME: torch.from_numpy(octets).view(torch.int8 if is_fp4 else torch.float8_e4m3fn),
+        scale_name: torch.from_numpy(powers).float().to(scales),
+    }
     child = Path(shutil.copytree(BASE, tmp_path / "child"))
     section = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     change_config(
         child, quantization_config=section | ({"weight_block_size": size} if size else {})
     )
-    save_file(tensors, child / "model.safetensors", metadata={"format": "pt"})
-
+    change_tensors(child, tensors)
     with open_model(child, if_quantized="") as opened:
         wanted = torch.from_numpy(expected).to(torch.bfloat16)
         assert torch.equal(opened.read(NAME), wanted)
         assert torch.equal(opened.read_rows(NAME, 97, 141), wanted[97:141])
         assert scale_name not in opened
         assert opened.form == f"{'MXFP4' if is_fp4 else 'FP8'} weights (fp8)"
-    tensors[scale_name] = tensors[scale_name][:, 1:]
-    save_file(
-        {name: each.contiguous() for name, each in tensors.items()}, child / "model.safetensors"
-    )
+    change_tensors(child, {scale_name: tensors[scale_name][:, 1:].contiguous()})
     with pytest.raises(ModelError, match=rf"{leaf} is \S+ \[{grid[0]}, {grid[1] - 1}\], expected"):
         open_model(child, if_quantized="")
 
@@ -182,13 +172,7 @@ def test_fp4_scales_that_do_not_fit_are_named(
     tmp_path: Path, leaf: str, value: torch.Tensor | None, says: str
 ) -> None:
     child = save_fp4(tmp_path / "child", "nvfp4")
-    name = f"{NAME.removesuffix('.weight')}.{leaf}"
-
-    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        others = {each: tensor for each, tensor in tensors.items() if each != name}
-        return others if value is None else {**others, name: value}
-
-    change_tensors(child, change)
+    change_tensors(child, {f"{NAME.removesuffix('.weight')}.{leaf}": value})
     with pytest.raises(ModelError, match=re.escape(says)):
         open_model(child, if_quantized="")
 

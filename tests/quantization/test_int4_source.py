@@ -94,13 +94,6 @@ def test_scales_are_left_out_and_other_tensors_stay(tmp_path: Path, *, packed: b
         assert torch.equal(spread.read(NORM), torch.zeros(4))
 
 
-def test_one_other_group_is_enough(tmp_path: Path) -> None:
-    section = make_section()
-    section["config_groups"]["other"] = {"weights": {**WEIGHTS, "num_bits": 8}}
-    with Checkpoint.open(save(tmp_path / "m", make_weight(), section)) as checkpoint:
-        assert not is_int4_source(checkpoint)
-
-
 SHAPE, SCALE, WORDS, ZERO = (
     f"{UP}.weight_{end}" for end in ("shape", "scale", "packed", "zero_point")
 )
@@ -115,10 +108,7 @@ SHAPE, SCALE, WORDS, ZERO = (
         ({SHAPE: torch.tensor([5.0, 13.0])}, "weight_shape is not the two sizes"),
         ({WORDS: torch.zeros(5, 2)}, "describes int4 weights, but there are none"),
         ({SCALE: torch.ones(5, 1)}, "weight_scale is [5, 1], where one scale is expected"),
-        (
-            {SCALE: torch.ones(1, dtype=torch.int32)},
-            "weight_scale is I32 [1], expected",
-        ),
+        ({SCALE: torch.ones(1, dtype=torch.int32)}, "weight_scale is I32 [1], expected"),
         ({SCALE: torch.tensor([-1.0])}, "weight_scale: -1 is not a scale"),
         ({SCALE: torch.tensor([float("nan")])}, "weight_scale: nan is not a scale"),
         ({SCALE: torch.tensor([float("inf")])}, "weight_scale: inf is not a scale"),
@@ -132,31 +122,29 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, changes: Tensors, 
     assert named in refuse(tmp_path / "m", {**make_weight(), **changes})
 
 
-def test_integers_of_more_bits_are_refused(tmp_path: Path) -> None:
+def test_more_bits_and_rotated_weights_are_refused(tmp_path: Path) -> None:
     tensors = make_weight(packed=False)
     tensors[f"{UP}.weight"][2, 3] = 8
     text = refuse(tmp_path / "m", tensors, make_section(form="int-quantized"))
     assert f"{UP}.weight holds integers of more than four bits" in text
+    rotated = make_section(transform_config={"config_groups": {"u": {}}})
+    assert "transform_config rotates" in refuse(tmp_path / "r", make_weight(), rotated)
 
 
 @pytest.mark.parametrize(
-    ("section", "named"),
+    ("weights", "more", "expected"),
     [
-        (make_section(transform_config={"config_groups": {"u": {}}}), "transform_config rotates"),
+        ({"num_bits": 4}, {}, True),  # a strategy that is not told is per tensor, and symmetric
+        ({"num_bits": 4, "group_size": 128}, {}, False),
+        ({}, {}, False),
+        ({**WEIGHTS, "dynamic": True}, {}, False),
+        (WEIGHTS, {"other": {"weights": {**WEIGHTS, "num_bits": 8}}}, False),
     ],
 )
-def test_other_forms_are_refused_by_name(tmp_path: Path, section: Any, named: str) -> None:
-    assert named in refuse(tmp_path / "m", make_weight(), section)
-
-
-def test_a_missing_key_has_its_default(tmp_path: Path) -> None:
-    """A strategy that is not told is per tensor without a group size, and symmetric."""
-    for weights, expected in (
-        ({"num_bits": 4}, True),
-        ({"num_bits": 4, "group_size": 128}, False),
-        ({}, False),
-        ({**WEIGHTS, "dynamic": True}, False),
-    ):
-        folder = save(tmp_path / "m", make_weight(), make_section(weights))
-        with Checkpoint.open(folder) as checkpoint:
-            assert is_int4_source(checkpoint) is expected
+def test_a_form_is_told_from_its_config(
+    tmp_path: Path, weights: dict[str, Any], more: dict[str, Any], expected: bool
+) -> None:
+    section = make_section(weights)
+    section["config_groups"] |= more
+    with Checkpoint.open(save(tmp_path / "m", make_weight(), section)) as checkpoint:
+        assert is_int4_source(checkpoint) is expected

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 import fp8calib
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.linears import list_groups
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.quantization_config import StoredScheme
@@ -26,16 +25,18 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
+from tests.kit.checkpoints import change_config
 from tests.quantization.by_hand import (
     LAYER,
     Run,
-    Tensors,
+    block_amax,
     codes_of,
     encode,
     make_tensors,
     run,
     save,
     scale_for,
+    spread,
     to_numpy,
 )
 
@@ -53,6 +54,9 @@ CHOICES: dict[str, list[dict[str, str]]] = {
 }
 """By family, some choices beside fp8-dynamic. No pattern divides what engines join."""
 CASES = [(family, choice) for family, choices in CHOICES.items() for choice in choices]
+
+
+BLOCKS = {"tensor": (None, None), "channel": (1, None), "block": (128, 128)}
 
 
 def find_by_hand(choice: Mapping[str, str], module: str) -> str:
@@ -87,11 +91,8 @@ def read_by_compressed_tensors(
 
 def name_scheme(group: QuantizationScheme) -> str:
     assert group.weights is not None
-    assert (group.weights.num_bits, group.weights.type, group.weights.dynamic) == (
-        8,
-        "float",
-        False,
-    )
+    assert (group.weights.num_bits, group.weights.type) == (8, "float")
+    assert group.weights.dynamic is False
     inputs = group.input_activations
     kind = None if inputs is None else (str(inputs.strategy), inputs.dynamic)
     names = {
@@ -105,23 +106,17 @@ def name_scheme(group: QuantizationScheme) -> str:
     return name
 
 
-def unit_inputs(tensors: Tensors) -> CalibratedScales:
-    """Make an input scale for each linear: more than a static one needs."""
-    names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
-    inputs = {name: torch.tensor(0.25 + place) for place, name in enumerate(names)}
-    return CalibratedScales(inputs=inputs, kv={})
-
-
 def test_codes_and_scales_are_those_of_each_linears_scheme(tmp_path: Path) -> None:
     """Computed with numpy and ml_dtypes from what compressed-tensors finds in the config."""
     tensors = make_tensors()
-    scales = unit_inputs(tensors)
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    scales = {name: torch.tensor(0.25 + place) for place, name in enumerate(names)}
     choice = {"*.down_proj": "w8a16", "*.o_proj": "fp8-static", "*.mlp": "fp8-block"}
     found = run(
         save(tmp_path / "source", tensors, shards=3),
         tmp_path / "out",
         "fp8-dynamic",
-        scales=scales,
+        scales=CalibratedScales(inputs=scales, kv={}),
         layer_schemes=choice,
     )
     stored = found.tensors()
@@ -138,23 +133,17 @@ def test_codes_and_scales_are_those_of_each_linears_scheme(tmp_path: Path) -> No
     }
     for module, group in schemes.items():
         weight = to_numpy(tensors[f"{module}.weight"])
-        rows, columns = weight.shape
         assert group.weights is not None
-        height, width = {"tensor": weight.shape, "channel": (1, columns), "block": (128, 128)}[
-            group.weights.strategy
-        ]
-        scale = stored[f"{module}.weight_scale"].numpy().reshape(-(-rows // height), -1)
-        for i, top in enumerate(range(0, rows, height)):
-            for j, left in enumerate(range(0, columns, width)):
-                place = slice(top, top + height), slice(left, left + width)
-                assert scale[i, j] == scale_for(np.abs(weight[place]).max()), module
-                codes = codes_of(stored[f"{module}.weight"])[place]
-                assert np.array_equal(codes, encode(weight[place], scale[i, j])), module
+        block = BLOCKS[group.weights.strategy]
+        scale = scale_for(block_amax(weight, *block))
+        assert np.array_equal(stored[f"{module}.weight_scale"].numpy().reshape(scale.shape), scale)
+        codes = codes_of(stored[f"{module}.weight"])
+        assert np.array_equal(codes, encode(weight, spread(scale, weight, *block))), module
         inputs = group.input_activations
         is_static = inputs is not None and not inputs.dynamic
         assert (f"{module}.input_scale" in stored) is is_static
         if is_static:
-            assert stored[f"{module}.input_scale"].tolist() == [float(scales.inputs[module])]
+            assert stored[f"{module}.input_scale"].tolist() == [float(scales[module])]
 
 
 def write(family: str, choice: Mapping[str, str], folder: Path) -> Run:
@@ -166,25 +155,19 @@ def write(family: str, choice: Mapping[str, str], folder: Path) -> Run:
 
 
 @pytest.mark.parametrize(("family", "choice"), CASES)
-def test_compressed_tensors_finds_the_scheme_of_each_linear_under_any_prefix(
+def test_the_scheme_of_each_linear_is_found_under_any_prefix(
     family: str, choice: dict[str, str], tmp_path: Path
 ) -> None:
-    found = write(family, choice, tmp_path)
-    linears = [matrix.module for matrix in found.plan.selection.quantized]
+    """By compressed-tensors, and by engines, which fuse projections and rename experts."""
+    written = write(family, choice, tmp_path)
+    linears = [matrix.module for matrix in written.plan.selection.quantized]
     for prefix in ("", "language_model."):
         named = [f"{prefix}{module}" for module in linears]
-        read = read_by_compressed_tensors(found.config(), named)
+        read = read_by_compressed_tensors(written.config(), named)
         schemes = {name: name_scheme(group) for name, group in read}
         assert schemes == {f"{prefix}{m}": find_by_hand(choice, m) for m in linears}
         assert len(set(schemes.values())) > 1
-
-
-@pytest.mark.parametrize(("family", "choice"), CASES)
-def test_engines_find_the_scheme_of_each_weight_that_they_load(
-    family: str, choice: dict[str, str], tmp_path: Path
-) -> None:
-    """Of fused projections and of the experts of a layer too, whose names differ in SGLang."""
-    folder = open_folder(write(family, choice, tmp_path).out)
+    folder = open_folder(written.out)
     geometry = read_geometry(folder.path, folder.config)
     tensors = {name: entry for held in folder.tensors.values() for name, entry in held.items()}
     for engine in ("vllm", "sglang"):
@@ -192,13 +175,11 @@ def test_engines_find_the_scheme_of_each_weight_that_they_load(
         assert make_reader is not None
         loader = make_reader(folder, geometry)
         compared = 0
-        groups = list_groups(tensors, geometry, loader.classes)
-        for group in groups:
+        for group in list_groups(tensors, geometry, loader.classes):
             found = loader.find_scheme(group)
             if isinstance(found, StoredScheme):
                 scheme = SCHEMES[find_by_hand(choice, group.members[0].module)]
-                read = (found.weights, found.inputs)
-                assert read == (scheme.weights, scheme.inputs), (engine, group.path)
+                assert (found.weights, found.inputs) == (scheme.weights, scheme.inputs), group.path
                 compared += len(group.members)
         assert compared >= 8
 
@@ -219,18 +200,15 @@ def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:
     assert not any(found.values())
 
 
-def retarget(out: Path, *targets: str) -> Mapping[str, EngineReport]:
-    """Give the second config group other targets, and check the folder."""
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_1"]["targets"] = list(targets)
-    (out / "config.json").write_text(json.dumps(config))
-    return fp8calib.check(out).engines
-
-
 def test_experts_in_several_groups_are_refused_as_by_the_servers(tmp_path: Path) -> None:
-    """Of another tool; vLLM and SGLang raise a ValueError."""
+    """Both servers raise a ValueError."""
     out = write("qwen3_moe", {"*.o_proj": "fp8-static"}, tmp_path).out
-    engines = retarget(out, "re:.*o_proj$", r"re:.*experts\.\d+\.down_proj$")
+
+    def retarget(config: dict[str, Any]) -> None:
+        group = config["quantization_config"]["config_groups"]["group_1"]
+        group["targets"] = ["re:.*o_proj$", r"re:.*experts\.\d+\.down_proj$"]
+
+    engines = fp8calib.check(change_config(out, retarget)).engines
     for engine in ("vllm", "sglang"):
         verdict = engines[engine].weights
         assert verdict is not None
@@ -267,44 +245,33 @@ def test_targets_match_their_linears_and_no_other(seed: int) -> None:
     assert not any(re.search(r"\)[*+{]", target) or len(target) > 1000 for target in targets)
 
 
+JOINED = "engines load model.layers.0"
+EARLIER = "the earlier pattern *.self_attn matches it"
+
+
 @pytest.mark.parametrize(
     ("choice", "says", "hint"),
     [
-        (
-            {"*.k_proj": "w8a16"},
-            "*.k_proj: engines load model.layers.0.self_attn.q_proj+k_proj+v_proj as one weight, "
-            "and it has several schemes (",
-            "'model.layers.*.self_attn=w8a16'",
-        ),
-        (
-            {"*.experts.0": "fp8-static"},
-            "*.experts.0: engines load model.layers.0.mlp.experts as one weight",
-            "'model.layers.*.mlp.experts=fp8-static'",
-        ),
-        (
-            {"*.experts.*.down_proj": "w8a16"},
-            "*.experts.*.down_proj: engines load model.layers.0.mlp.experts as one weight",
-            "'model.layers.*.mlp.experts=w8a16'",
-        ),
-        ({"*.mpl": "w8a16"}, "*.mpl: matches no module of the model", "linears look like"),
-        ({"re:(": "w8a16"}, "re:(: not a regular expression", ""),
-        (
-            {"*.gate": "w8a16"},
-            "*.gate: gives no linear its scheme, such as model.layers.0.mlp.gate: a router",
-            "leave out --layer-scheme",
-        ),
-        (
-            {"*.self_attn": "w8a16", "*.o_proj": "fp8-block"},
-            "*.o_proj: gives no linear its scheme, such as model.layers.0.self_attn.o_proj: "
-            "the earlier pattern *.self_attn matches it",
-            "write the narrower pattern first",
-        ),
+        ({"*.k_proj": "w8a16"}, f"{JOINED}.self_attn.q_proj+k_proj+v_proj as one weight, and it "
+         "has several schemes (", "'model.layers.*.self_attn=w8a16'"),
+        ({"*.experts.0": "fp8-static"}, f"{JOINED}.mlp.experts as one weight",
+         "'model.layers.*.mlp.experts=fp8-static'"),
+        ({"*.experts.*.down_proj": "w8a16"}, f"{JOINED}.mlp.experts as one weight",
+         "'model.layers.*.mlp.experts=w8a16'"),
+        ({"*.mpl": "w8a16"}, "matches no module of the model", "linears look like"),
+        ({"re:(": "w8a16"}, "not a regular expression", ""),
+        ({"*.gate": "w8a16"}, "gives no linear its scheme, such as model.layers.0.mlp.gate: a "
+         "router", "leave out --layer-scheme"),
+        ({"*.o_proj": "fp8-block", "*.self_attn": "w8a16"}, f"gives no linear its scheme, such as "
+         f"model.layers.0.self_attn.o_proj: {EARLIER}", "write the narrower pattern first"),
     ],
-)
+)  # fmt: skip
 def test_patterns_without_effect_and_divided_weights_are_refused(
     choice: dict[str, str], says: str, hint: str, tmp_path: Path
 ) -> None:
+    """Of the first pattern; the earlier ones of the last row come after it here."""
+    told, *_ = choice
     with pytest.raises(UsageError) as raised:
-        write("qwen3_moe", choice, tmp_path)
-    assert raised.value.message.startswith(f"--layer-scheme {says}")
+        write("qwen3_moe", dict(reversed(choice.items())), tmp_path)
+    assert raised.value.message.startswith(f"--layer-scheme {told}: {says}")
     assert hint in (raised.value.hint or "")

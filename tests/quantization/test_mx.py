@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.errors import ModelError
@@ -17,6 +17,7 @@ from fp8calib.numerics.schemes import MX_BLOCK, InputScaling
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.formats.foreign import FOLDER, load_tensors
+from tests.kit.checkpoints import change_tensors
 from tests.quantization.by_hand import LAYER, run
 
 FORMS = {
@@ -52,13 +53,12 @@ def decode(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return codes.double() * powers[..., : codes.shape[-1]]
 
 
-def test_every_tensor_is_modelopts_byte_for_byte(tmp_path: Path) -> None:
-    written = load(run(FOLDER / "llama", tmp_path / "out", "mxfp8", "modelopt").out)
-    theirs = load_tensors("modelopt-mxfp8")
-    assert written.keys() == theirs.keys()
+def test_every_tensor_is_modelopts_byte_for_byte(written: dict[str, Path]) -> None:
+    ours, theirs = load(written["modelopt"]), load_tensors("modelopt-mxfp8")
+    assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8-a16"])
@@ -133,19 +133,6 @@ def test_transformers_loads_the_same_weights_bit_for_bit(
         assert torch.equal(loaded[f"{linear}.weight"].double(), exact), linear
 
 
-def make_damaged(source: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
-    """Copy a checkpoint with other tensors beside the weight of one linear."""
-    out = Path(shutil.copytree(source, folder / "out"))
-    tensors = load(out)
-    for leaf, value in changes.items():
-        name = f"{LAYER}.mlp.down_proj.{leaf}"
-        tensors.pop(name, None)
-        if value is not None:
-            tensors[name] = value
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
-
-
 ONES = torch.full((32, 5), 120, dtype=torch.uint8)
 
 
@@ -164,18 +151,19 @@ ONES = torch.full((32, 5), 120, dtype=torch.uint8)
 def test_damaged_scales_are_refused(
     form: str, scale: torch.Tensor | None, told: str, written: dict[str, Path], tmp_path: Path
 ) -> None:
-    out = make_damaged(written[form], tmp_path, **{FORMS[form]: scale})
+    out = Path(shutil.copytree(written[form], tmp_path / "out"))
+    change_tensors(out, {f"{LAYER}.mlp.down_proj.{FORMS[form]}": scale})
     with pytest.raises(ModelError, match=told):
         Fp8Checkpoint.open(out, fuse=True)
 
 
 def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_path: Path) -> None:
-    tensors = load_file(FOLDER / "llama" / "model.safetensors")
+    source = Path(shutil.copytree(FOLDER / "llama", tmp_path / "model"))
     name = f"{LAYER}.mlp.down_proj.weight"
-    tensors[name][:, 32:64] = 0
-    tensors[name][1] = 0
-    source = shutil.copytree(FOLDER / "llama", tmp_path / "model")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    weight = load(source)[name]
+    weight[:, 32:64] = 0
+    weight[1] = 0
+    change_tensors(source, {name: weight})
     out = run(source, tmp_path / "out", "mxfp8").out
     scales = load(out)[f"{name}_scale"]
     assert scales[:, 1].tolist() == [0] * 32
@@ -191,13 +179,17 @@ KV_KEYS = {
 }
 
 
+def draw_rows(folder: Path, count: int) -> Path:
+    drawn = torch.randint(3, 64, (count, 48), generator=torch.Generator().manual_seed(0)).tolist()
+    return write_rows(folder / "rows.jsonl", [{"input_ids": row} for row in drawn])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_commands_read_it_and_add_kv_scales(
     form: str, written: dict[str, Path], tmp_path: Path
 ) -> None:
     out = Path(shutil.copytree(written[form], tmp_path / "out"))
-    drawn = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(1)).tolist()
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row} for row in drawn])
+    data = draw_rows(tmp_path, 4)
     text = ("--data", data, "--seq-len", 48)
     succeed("calibrate", out, *text, "--out", tmp_path / "measured")
     stats = tmp_path / "measured" / "stats.safetensors"
@@ -213,10 +205,7 @@ def test_commands_read_it_and_add_kv_scales(
 
 
 def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
-    rows = [{"input_ids": row} for row in drawn]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
+    data = draw_rows(tmp_path, 12)
     made = ("gptq", FOLDER / "llama", "--scheme", "mxfp8-a16")
     text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
     succeed(*made, *text, "--out", tmp_path / "gptq")

@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
-from fp8calib.formats.fp8.registry import find_written
-from fp8calib.numerics.schemes import find_scheme
-from fp8calib.quantization.plan import CalibratedScales, make_plan
-from fp8calib.quantization.select import find_selection
-from fp8calib.quantization.settings import PlanSettings
-from fp8calib.quantization.write import find_finished, write_checkpoint
+from fp8calib.quantization.plan import CalibratedScales
+from fp8calib.quantization.write import find_finished
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, run, save
 
 SHARDS = 3
@@ -41,19 +36,10 @@ class Stopping(Silent):
             os.kill(os.getpid(), self.signal_number)
 
 
-def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str = "w8a16") -> None:
+def stop(source: Path, out: Path, signal_number: int | None = None) -> None:
     """Quantize until the second shard is begun."""
-    found = find_scheme(scheme)
-    with Checkpoint.open(source) as checkpoint:
-        plan = make_plan(
-            checkpoint,
-            PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found)),
-            find_selection(checkpoint).require(),
-        )
-        progress = Stopping(plan.shards[0].data_bytes, signal_number)
-        write_checkpoint(
-            checkpoint, plan, out, device=torch.device("cpu"), advance=progress.advance
-        )
+    first = run(source, out.with_name("planned"), "w8a16").plan.shards[0]
+    run(source, out, "w8a16", progress=Stopping(first.data_bytes, signal_number))
 
 
 @pytest.fixture
@@ -78,29 +64,26 @@ def interrupt(source: Path, out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, source: Path, is_killed: bool) -> None:
     whole = run(source, tmp_path / "whole", "w8a16")
-    partial = interrupt(source, tmp_path / "out")
-    first = partial / whole.plan.shards[0].name
-    kept = first.stat().st_ino
+    partial = tmp_path / "out.partial"
+    if is_killed:
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=stop, args=(source, tmp_path / "out", signal.SIGKILL))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        assert any(path.name.endswith(".unfinished") for path in partial.iterdir())
+    else:
+        interrupt(source, tmp_path / "out")
+    first = whole.plan.shards[0].name
+    kept = (partial / first).stat().st_ino
     resumed = run(source, tmp_path / "out", "w8a16", resume=True)
-    assert resumed.written.resumed == (whole.plan.shards[0].name,)
-    assert (resumed.out / first.name).stat().st_ino == kept
+    assert resumed.written.resumed == (first,)
+    assert (resumed.out / first).stat().st_ino == kept
     check_same(whole, resumed)
     assert not partial.exists()
-
-
-def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, source: Path) -> None:
-    whole = run(source, tmp_path / "whole", "w8a16")
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=stop, args=(source, tmp_path / "out", signal.SIGKILL))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert any(path.name.endswith(".unfinished") for path in (tmp_path / "out.partial").iterdir())
-    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
-    assert resumed.written.resumed == (whole.plan.shards[0].name,)
-    check_same(whole, resumed)
 
 
 def test_a_shard_without_its_end_is_written_again(tmp_path: Path, source: Path) -> None:
@@ -112,30 +95,29 @@ def test_a_shard_without_its_end_is_written_again(tmp_path: Path, source: Path) 
     check_same(run(source, tmp_path / "whole", "w8a16"), resumed)
 
 
-def test_an_interrupted_run_of_something_else_is_not_resumed(tmp_path: Path, source: Path) -> None:
-    partial = interrupt(source, tmp_path / "out")
-    others: list[dict[str, Any]] = [
+KV = {f"{LAYER}.self_attn.k_scale": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         {"ignore": ("*.o_proj",)},
         {"form": "modelopt", "scheme": "fp8-dynamic"},
-        {
-            "scales": CalibratedScales(
-                inputs={}, kv={f"{LAYER}.self_attn.k_scale": torch.tensor(2.0)}
-            )
-        },
-    ]
-    for change in others:
-        arguments = {"scheme": "w8a16", **change}
-        with pytest.raises(UsageError, match="another model or other options"):
-            run(source, tmp_path / "out", resume=True, **arguments)
+        {"scales": CalibratedScales(inputs={}, kv=KV)},
+        {},
+    ],
+    ids=["other patterns", "other form", "other scales", "other weights"],
+)
+def test_an_interrupted_run_of_something_else_is_not_resumed(
+    tmp_path: Path, source: Path, change: dict[str, Any]
+) -> None:
+    partial = interrupt(source, tmp_path / "out")
+    if not change:
+        doubled = {name: tensor * 2 for name, tensor in make_tensors().items()}
+        save(source, doubled, shards=SHARDS)
+    with pytest.raises(UsageError, match="another model or other options"):
+        run(source, tmp_path / "out", resume=True, **{"scheme": "w8a16", **change})
     assert partial.exists()
-
-
-def test_another_model_of_the_same_shapes_is_not_resumed(tmp_path: Path, source: Path) -> None:
-    interrupt(source, tmp_path / "out")
-    other = {name: tensor * 2 for name, tensor in make_tensors().items()}
-    save(source, other, shards=SHARDS)
-    with pytest.raises(UsageError, match="another model"):
-        run(source, tmp_path / "out", "w8a16", resume=True)
 
 
 def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
