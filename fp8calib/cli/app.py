@@ -257,11 +257,13 @@ def _show(name: str, result: Result, request: Any, *, as_json: bool) -> None:
     """Print a result as the module of its command describes it; beside JSON, only its answer."""
     from fp8calib.commands.result import RunPlan  # noqa: PLC0415 -- imports pydantic
 
-    blocks: Iterable[Block] = [Line(str(result))]
+    blocks: Iterable[Block]
     if isinstance(result, RunPlan):
         blocks = result.describe()
     elif (render := find_module(name, "describe")) is not None:
         blocks = render.describe(result, request)
+    else:
+        blocks = [Line(str(result))]
     for block in blocks:
         if as_json:  # stdout has it
             if isinstance(block, Answer):

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field, computed_field
@@ -52,7 +53,7 @@ class CheckRequest:
         "PATH",
         "A checkpoint folder or hub id, or a JSON file of any tool.",
         reads=Path,
-        check=shared.require_input("name a checkpoint folder or a JSON file"),
+        check=partial(shared.require_input, hint="name a checkpoint folder or a JSON file"),
     )
     _: KW_ONLY
     engine: str | Sequence[str] | None = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ class ExtractRequest:
         "--quantized-model PATH",
         "Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
         reads=Path,
-        check=shared.require_input("name a checkpoint folder or a file of scales"),
+        check=partial(shared.require_input, hint="name a checkpoint folder or a file of scales"),
     )
     model: str | Path = option(
         "--model MODEL",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -222,17 +223,13 @@ def check_gate(gate: str) -> None:
     )
 
 
-def require_input(hint: str) -> Callable[[Path], None]:
-    """Make the check that refuses a path that does not exist, unless it may be a Hub id."""
-
-    def check(path: Path) -> None:
-        if not may_be_on_hub(path):
-            require_path(path, hint=hint)
-
-    return check
+def require_input(path: Path, *, hint: str) -> None:
+    """Refuse a path that does not exist, unless it may be a Hub id."""
+    if not may_be_on_hub(path):
+        require_path(path, hint=hint)
 
 
-check_stats = require_input("calibrate writes stats.safetensors")
+check_stats = partial(require_input, hint="calibrate writes stats.safetensors")
 DRY_RUN = Option("--dry-run", "Print the plan; run and write nothing.")
 FORCE = Option("--force", "Overwrite earlier output; no folder with other files.")
 CHECK = Option("--no-check", "Do not say what engines will do with what is written.", negates=True)

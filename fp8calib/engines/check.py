@@ -20,7 +20,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales
 from fp8calib.engines.registry import find_replayed
-from fp8calib.engines.replay.declared import find_cache_flag
+from fp8calib.engines.replay.declared import find_recorded_dtype
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -46,6 +46,7 @@ from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.plain_model import is_plain
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.model.tensor_parallel import check_heads, check_linears
+from fp8calib.numerics.formats import NVFP4_CACHE
 
 _SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
@@ -113,7 +114,8 @@ def check_folder(
             report = report_refusal(geometry, refusal)
         report = _judge_shared(report.model_copy(update=asks_for_kv), geometry)
         report = check.correct_fixes(engine, report, folder)
-        report = check.judge(report, engine.scale_factor if find_cache_flag(folder) else 1.0)
+        is_nvfp4 = find_recorded_dtype(folder).lower() == NVFP4_CACHE
+        report = check.judge(report, engine.scale_factor if is_nvfp4 else 1.0)
         report = amend_weights(engine, report, open_weights(seen), tp)
         if not seen.preferred:
             return report

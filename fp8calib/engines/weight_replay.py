@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.classes import find_class_map, has_own_head
+from fp8calib.engines.facts.classes import UNTIED, find_class_map, read_class_facts
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     Finding,
@@ -105,7 +105,9 @@ def _list_findings(
         if may_refuse or not stored.is_plain:
             groups = tuple(list_groups(stored.tensors, geometry, classes))
         if stored.folder.tensors and has_reader:
-            found += judge_head(rules, classes, stored, is_own=has_own_head(*key))
+            facts = read_class_facts(engine.loader).get(engine.version, {})
+            is_own = UNTIED in facts.get(geometry.architecture, ())
+            found += judge_head(rules, classes, stored, is_own=is_own)
             found += join_alike(list(_list_misplaced(groups, geometry)))
         if not stored.is_plain:
             from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code

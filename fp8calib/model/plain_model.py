@@ -207,14 +207,17 @@ def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometr
         },
         tied=tied,
         parameters=shapes,
-        leftovers=tuple(sorted(leftovers, key=_split_numbers)),
+        # as transformers sorts them: layer 2 before layer 10, numbers before words
+        leftovers=tuple(
+            sorted(
+                leftovers,
+                key=lambda name: [
+                    (0, int(part), "") if part.isdigit() else (1, 0, part)
+                    for part in name.split(".")
+                ],
+            )
+        ),
     )
-
-
-def _split_numbers(name: str) -> list[tuple[int, int, str]]:
-    """Sort as transformers does: layer 2 before layer 10, numbers before words."""
-    parts = name.split(".")
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 def _find_family(config: Mapping[str, Any]) -> _Family | None:

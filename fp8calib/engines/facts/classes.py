@@ -133,11 +133,6 @@ def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
     return [each.removeprefix(READS) for each in facts if each.startswith(READS)]
 
 
-def has_own_head(engine: str, version: str, architecture: str) -> bool:
-    """Tell whether the class of an architecture leaves its output layer untied in any case."""
-    return UNTIED in read_class_facts(engine).get(version, {}).get(architecture, ())
-
-
 @cache
 def read_class_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
     """Read the file of an engine: the facts by release and architecture."""

@@ -85,7 +85,7 @@ _OTHER_FIX = "calibrate for e4m3fn, or serve with the cache format the scales we
 _READS = "drafter reads the KV cache of this model type"
 
 
-def _find_recorded_dtype(folder: ScaleFolder) -> str:
+def find_recorded_dtype(folder: ScaleFolder) -> str:
     """Find the format that a config or a header names for the scales; empty for e4m3fn."""
     algorithm = next(_list_algorithms(folder), "")
     if algorithm not in ("", "FP8"):
@@ -93,12 +93,6 @@ def _find_recorded_dtype(folder: ScaleFolder) -> str:
     named = (*(folder.config.get(key) for key in _KEYS), *folder.recorded.values())
     found = [value for value in named if isinstance(value, str)]
     return next((x for x in found if "fnuz" in x or "e5m2" in x or x == NVFP4_CACHE), "")
-
-
-def find_cache_flag(folder: ScaleFolder) -> str:
-    """Name the type of the KV cache that the scales are declared to be for; empty for FP8."""
-    dtype = _find_recorded_dtype(folder).lower()
-    return dtype if dtype == NVFP4_CACHE else ""
 
 
 def _list_algorithms(folder: ScaleFolder) -> Iterator[str]:
@@ -132,7 +126,7 @@ def amend_for_dtype(
         fnuz_device: the device on which a scale for e4m3fnuz is used as meant; empty if none.
         nvfp4: what it does with the global scales of an NVFP4 cache; empty if it has none.
     """
-    dtype = _find_recorded_dtype(folder)
+    dtype = find_recorded_dtype(folder)
     if not dtype:
         return report
     why, fix = _OTHER_FORMAT, _OTHER_FIX

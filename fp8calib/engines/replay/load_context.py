@@ -148,10 +148,10 @@ class LoadContext:
         """
         slots = [(index, role) for role in KV_ROLES]
         stored = [self.loaded.get(slot) for slot in slots]
-        k, v = numbers = [
-            -1.0 if each is None else self._round(require_scalar(each, engine), dtype)
-            for each in stored
-        ]
+        exact = [-1.0 if each is None else require_scalar(each, engine) for each in stored]
+        k, v = numbers = [round_number(value, dtype) for value in exact]
+        if any(a != b and not math.isnan(a) for a, b in zip(exact, numbers, strict=True)):
+            self.problems.append(f"scales are rounded to the model's {dtype}")
         if k > 0 and v > 0:
             own_v = judge_number(v, str(stored[1]))
             return LayerVerdict(layer=index, k=judge_number(k, str(stored[0])), v=own_v)
@@ -177,12 +177,6 @@ class LoadContext:
             return LayerVerdict(layer=index, k=own_k, v=own_k)
         why = f"{said_v}, so {engine} uses k_scale's number"
         return LayerVerdict(layer=index, k=own_k, v=_make(Status.MISREAD, own_k.value, why))
-
-    def _round(self, value: float, dtype: str) -> float:
-        rounded = round_number(value, dtype)
-        if rounded != value and not math.isnan(value):
-            self.problems.append(f"scales are rounded to the model's {dtype}")
-        return rounded
 
 
 def _make(status: Status, value: float | None, why: str) -> LoadVerdict:

@@ -26,7 +26,12 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
 
     Such a file in a folder below is enough for vLLM to look for them, but it is not opened.
     """
-    ordered = replace(folder, order=_split_numbers)
+    ordered = replace(
+        folder,
+        order=lambda file: [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file)
+        ],
+    )
     found = folder.path.rglob(_PREFERRED)
     causes = sorted(str(each.relative_to(folder.path)) for each in found if each.is_file())
     if not causes:
@@ -58,7 +63,3 @@ def _choose(folder: ScaleFolder, cause: str) -> Collection[str]:
         why = f"{_INDEX} names {cut_list(missing, 3)}: FileNotFoundError"
         raise Refusal(why, fix="complete the download")
     return listed
-
-
-def _split_numbers(file: str) -> list[str | int]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file)]

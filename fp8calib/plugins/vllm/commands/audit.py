@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
+from functools import partial
 from pathlib import Path
 
 from fp8calib.commands import check as core
@@ -26,7 +27,7 @@ class VllmAuditRequest:
         "PATH",
         "The checkpoint folder or hub id that it serves.",
         reads=Path,
-        check=shared.require_input("name a checkpoint folder"),
+        check=partial(shared.require_input, hint="name a checkpoint folder"),
     )
     _: KW_ONLY
     url: str = option("--url URL", "The server, with its endpoints for development.")

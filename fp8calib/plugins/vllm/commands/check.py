@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import KW_ONLY
+from functools import partial
 from pathlib import Path
 
 from fp8calib.commands import check as core
@@ -28,7 +29,7 @@ class VllmCheckRequest:
         "PATH",
         "A checkpoint folder or hub id.",
         reads=Path,
-        check=shared.require_input("name a checkpoint folder"),
+        check=partial(shared.require_input, hint="name a checkpoint folder"),
     )
     _: KW_ONLY
     python: str | Path | None = option(
