@@ -54,7 +54,11 @@ def find_plugins() -> FoundPlugins:
         where = f"{point.name} ({point.value})"
         try:
             found = point.load()
-            missing = [place for place in _list_modules(found) if find_spec(place) is None]
+            needed: list[str] = []
+            if isinstance(found, Plugin):
+                needed += (list_modules(place)[0] for place in found.commands.values())
+                needed += (each.partition(":")[0] for each in (*found.formats, *found.engines))
+            missing = [place for place in needed if find_spec(place) is None]
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the code of others
             faults.append(f"{where}: {type(error).__name__}: {error}")
             continue
@@ -78,13 +82,6 @@ def list_modules(place: str) -> tuple[str, ...]:
     if spec is None or spec.submodule_search_locations is None:
         return (place,)
     return tuple(f"{place}.{name}" for name in ("request", "command", "render"))
-
-
-def _list_modules(found: Any) -> Iterator[str]:
-    """List the modules that a plug-in has to have."""
-    if isinstance(found, Plugin):
-        yield from (list_modules(place)[0] for place in found.commands.values())
-        yield from (place.partition(":")[0] for place in (*found.formats, *found.engines))
 
 
 def _list_entry_points() -> Iterator[EntryPoint]:

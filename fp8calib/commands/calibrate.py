@@ -14,15 +14,14 @@ from pydantic import ConfigDict, Field
 from fp8calib.calibration.header import BackOff, Skipped
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.hashes import RunHashes
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
     Result,
-    RunHashes,
     RunPlan,
-    ShardIndex,
     WrittenCheck,
     describe_checks,
     list_top_level,
@@ -94,6 +93,16 @@ class Coverage(Frozen):
 
     observed: int
     skipped: tuple[Skipped, ...]
+
+
+class ShardIndex(Frozen):
+    """Which shard of a run, from 1."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index} of {self.count}"
 
 
 class CalibrateResult(Result):

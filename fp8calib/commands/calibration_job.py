@@ -33,11 +33,11 @@ from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
-from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.calibrate import CalibrateResult, ShardIndex
 from fp8calib.commands.model import describe_run
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import RunPlan, ShardIndex
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
 from fp8calib.errors import ExportError, ModelError

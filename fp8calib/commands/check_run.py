@@ -18,12 +18,13 @@ from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.header import CalibrationOrigin
 from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.hub import fetch_hub_id, find_folder
+from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import SCALES_SUFFIXES, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
 from fp8calib.commands.check import CheckRequest, CheckResult
+from fp8calib.commands.options import Stats
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_file, check_folder, doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
@@ -46,7 +47,7 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
     named = [request.engine] if isinstance(request.engine, str) else request.engine
     names = (part.strip() for each in named or list_defaults() for part in each.split(","))
     engines = {find_replayed(name).key: name for name in names}  # each release once
-    path = fetch_hub_id(Path(request.path))
+    path = Path(request.path)
     require_path(path, hint="name a checkpoint folder or a JSON file")
     _refuse_other(path)
     folder = open_folder(path) if path.is_dir() else None
@@ -59,7 +60,7 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
         # nothing of it will be judged
         model = replace(model, unread=f"its layers are not understood: {error.message}")
         folder, geometry = model, imagine_geometry(model)
-    stats = _read_stats(request, model, geometry)
+    stats = None if request.stats is None else _read_stats(request.stats, model, geometry)
     more: dict[str, Any] = {"model": model, "stats": stats, "reads_weights": request.read_weights}
     asked = (geometry, tuple(engines.values()), request.tp)
     if folder is not None:
@@ -143,21 +144,16 @@ def _open_model(request: CheckRequest, path: Path, folder: ScaleFolder | None) -
     return folder
 
 
-def _read_stats(
-    request: CheckRequest, model: ScaleFolder, geometry: ModelGeometry
-) -> CalibrationStats | None:
+def _read_stats(given: Stats, model: ScaleFolder, geometry: ModelGeometry) -> CalibrationStats:
     """Read the statistics; refuse another model's, where the folder shows that they are.
 
     Raises:
         ModelError: naming the difference.
     """
-    if request.stats is None:
-        return None
     from fp8calib.commands.stats import read_stats  # imports torch
 
-    stats, name = read_stats(request.stats)[0], "statistics"
-    if isinstance(request.stats, str | Path):
-        name = str(request.stats)
+    stats = read_stats(given)[0]
+    name = str(given) if isinstance(given, str | Path) else "statistics"
     measured, here = (
         [attention.checkpoint_module for _, attention in each.attentions()]
         for each in (stats.geometry, geometry)

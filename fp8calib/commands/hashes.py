@@ -5,18 +5,39 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import HUB_FILES
-from fp8calib.commands.result import FileHash, RunHashes
 from fp8calib.data.specs import parse_spec
+from fp8calib.model.shapes import Frozen
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""
 _NUM_THREADS = 4
 """One hashes some 2 GB a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHash:
+    """A file, by what is in it."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class RunHashes(Frozen):
+    """The files of a run with weights, config, tokenizer, text or scales."""
+
+    model: tuple[FileHash, ...]
+    """Files of the unquantized model; empty for a model in memory."""
+    data: tuple[FileHash, ...]
+    """The files of text among `--data`."""
+    scales: Mapping[str, tuple[FileHash, ...]]
+    """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
 
 
 class FileHasher(ThreadPoolExecutor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -145,26 +144,6 @@ class ErrorResult(Result):
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileHash:
-    """A file, by what is in it."""
-
-    name: str
-    size_bytes: int
-    sha256: str
-
-
-class RunHashes(Frozen):
-    """The files of a run with weights, config, tokenizer, text or scales."""
-
-    model: tuple[FileHash, ...]
-    """Files of the unquantized model; empty for a model in memory."""
-    data: tuple[FileHash, ...]
-    """The files of text among `--data`."""
-    scales: Mapping[str, tuple[FileHash, ...]]
-    """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
-
-
 # --- what is written -----------------------------------------------------------------------------
 
 
@@ -177,16 +156,6 @@ class BeforeAfter(Frozen):
     def describe(self) -> str:
         """Describe both sizes: `269 MB -> 135 MB`."""
         return f"{format_size(self.before)} -> {format_size(self.after)}"
-
-
-class ShardIndex(Frozen):
-    """Which shard of a run, from 1."""
-
-    index: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.index} of {self.count}"
 
 
 class WrittenCheck(Frozen):

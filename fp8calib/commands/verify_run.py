@@ -16,10 +16,10 @@ from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import FileHasher
+from fp8calib.commands.hashes import FileHasher, RunHashes
 from fp8calib.commands.model import describe_run, open_run_model
 from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import Result, RunHashes, RunPlan
+from fp8calib.commands.result import Result, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.commands.verify_inputs import (

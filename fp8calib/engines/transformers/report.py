@@ -36,7 +36,7 @@ from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES
-from fp8calib.formats.fp8.registry import list_input_scale_names
+from fp8calib.formats.fp8.registry import list_scale_names
 from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
     is_companion,
@@ -209,7 +209,7 @@ class _Report:
         yield from self._list_joined_faults()
 
     def _list_bad_scales(self) -> Iterator[str]:
-        inputs = list_input_scale_names()
+        inputs = list_scale_names(of_inputs=True)
         used = {  # joined experts need no scales of their inputs
             name: (self._loaded.read[name], entry)
             for name, entry in self._stored.items()

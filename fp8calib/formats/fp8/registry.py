@@ -56,14 +56,10 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
     return dialect
 
 
-def list_scale_names() -> tuple[str, ...]:
-    """List the names that dialects give the scales of weights."""
-    return _list_names(tuple(FP8_DIALECTS), "scale_name", "block_scale_name")
-
-
-def list_input_scale_names() -> tuple[str, ...]:
-    """List the names that dialects give the scales of inputs."""
-    return _list_names(tuple(FP8_DIALECTS), "input_scale_name")
+def list_scale_names(*, of_inputs: bool = False) -> tuple[str, ...]:
+    """List the names that dialects give the scales of weights, or of inputs."""
+    fields = ("input_scale_name",) if of_inputs else ("scale_name", "block_scale_name")
+    return _list_names(tuple(FP8_DIALECTS), *fields)
 
 
 @cache  # by names, because a dialect may be registered after the first call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp8calib.formats.fp8.registry import list_input_scale_names, list_scale_names
+from fp8calib.formats.fp8.registry import list_scale_names
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity, count_blocks
@@ -45,7 +45,7 @@ def name_companions(name: str) -> Companions:
     return Companions(
         module,
         scales=tuple(start + suffix for suffix in scales),
-        input_scales=tuple(start + suffix for suffix in list_input_scale_names()),
+        input_scales=tuple(start + suffix for suffix in list_scale_names(of_inputs=True)),
         zero_points=tuple(start + suffix for suffix in _ZERO_POINTS),
     )
 
@@ -59,7 +59,7 @@ def is_companion(name: str) -> bool:
 
 def is_linear_scale(name: str) -> bool:
     """Tell from a tensor's name whether it is the scale of a linear's weight or input."""
-    return name.rpartition(".")[2] in (*list_scale_names(), *list_input_scale_names())
+    return name.rpartition(".")[2] in (*list_scale_names(), *list_scale_names(of_inputs=True))
 
 
 def list_scale_shapes(
