@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # text needs none of it
 
 MOST_UNUSABLE = 0.1
 """The share of rows that may be unusable before the text is refused."""
-_TELLING = 100
-"""After this many unusable rows their share is checked before all rows are read."""
-IN_MEMORY = "in memory"
-"""The source in a plan whose rows were given in memory."""
+_CHECKED_AFTER = 100
+"""Once so many rows are unusable, their share is checked before more rows are read."""
+_IN_MEMORY = "in memory"
+"""The source of rows that are given in memory."""
 MIN_TOKENS = 2
 """A shorter sequence predicts nothing."""
 _NUM_SHOWN = 3
@@ -50,17 +50,17 @@ class TextSettings:
     """Which text is read, and how it is cut into sequences."""
 
     samples: int
-    """At most so many sequences."""
+    """Maximum number of sequences."""
     seq_len: int
-    """At most so many tokens of each."""
+    """Maximum number of tokens of a sequence."""
     sources: tuple[str, ...] = ()
     """Data specs; without any, `part` of the built-in text is read."""
     part: BuiltinPart = "calibrate"
     text_column: str | None = None
     strict_rows: bool = False
-    """Whether the first row that cannot be used is an error; else such rows are skipped."""
+    """Whether an unusable row is an error; otherwise it is skipped."""
     pack: bool = True
-    """Whether rows are joined; without, each is a sequence."""
+    """Whether rows are joined; otherwise each row is a sequence."""
     seed: int = 0
     """Affects only the order of weighted specs."""
 
@@ -81,8 +81,8 @@ def build_plan(
         weighted = zip(read, (spec.weight for spec in parsed), strict=True)
         rows = mix_rows(list(weighted), seed=text.seed)
     sequences, media = pack_rows(itertools.chain(*read) if rows is None else rows, text, encoder)
-    encoder.refuse_many()
-    sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
+    encoder.require_usable()
+    sources = tuple(spec.label for spec in parsed) or (_IN_MEMORY,)
     used = encoder.counts
     if used.is_full and parsed:
         counts = [count_rows(spec, text.part) for spec in parsed]
@@ -162,7 +162,9 @@ class RowEncoder:
 
     Attributes:
         placeholders: the ids of the tokens that media fill.
-        longest_padded: longer sequences are not padded into one batch; None: no limit.
+        longest_padded: the maximum length at which sequences are padded into one batch; None means
+            any length.
+        counts: the rows that were read, and what became of them.
     """
 
     def __init__(
@@ -185,14 +187,18 @@ class RowEncoder:
         self._media = None if media is None else functools.cache(media)
         self._unusable: list[DataError] = []
         self._shortened: list[str] = []
-        """Conversations that the chat template leaves something out of."""
+        """Origins of the conversations that the chat template does not render whole."""
         self._vocab_size = vocab_size
 
     def encode(self, row: ReadRow, *, strict: bool) -> EncodedRow | None:
-        """Encode a row; None if it cannot be used, which is an error where `strict`.
+        """Encode a row; None if it cannot be used (an error if `strict`).
 
         The tokenizer adds its special tokens to `text`. `input_ids` are used as they are. Blank
         text gives no tokens.
+
+        Raises:
+            DataError: the row does not suit the model (its media, or a token without an embedding),
+                or too many rows cannot be used.
         """
         self.counts.read += 1
         try:
@@ -204,15 +210,15 @@ class RowEncoder:
                 raise
             self._unusable.append(error)
             self.counts.rejected += 1
-            if len(self._unusable) >= _TELLING:
-                self.refuse_many()
+            if len(self._unusable) >= _CHECKED_AFTER:
+                self.require_usable()
             return None
         self.counts.conversations += row.messages is not None
         self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
         return encoded
 
     def hash_template(self, *, has_media: bool) -> str | None:
-        """Hash the chat template that was applied; None if none was."""
+        """Give the SHA-256 of the chat template that was applied; None if none was."""
         if not self.counts.conversations:
             return None
         holder: Any = self._media().template if has_media and self._media else self._tokenizer()
@@ -223,10 +229,10 @@ class RowEncoder:
             text = text.get("default") or text["tool_use"]  # as `render_messages` requires
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def refuse_many(self) -> None:
-        """Refuse the text if too many of the rows that were read cannot be used.
+    def require_usable(self) -> None:
+        """Refuse the text if more than a tenth of the rows that were read cannot be used.
 
-        One row alone says little where few are read.
+        One unusable row is accepted, unless it is the only row: it says little about the others.
         """
         count, read = self.counts.rejected, self.counts.read
         if 0 < count == read or count > max(1, MOST_UNUSABLE * read):
@@ -234,7 +240,7 @@ class RowEncoder:
             raise DataError(only, hint=self._unusable[0].hint)
 
     def list_warnings(self) -> Iterator[str]:
-        """Warn of rows that cannot be used, and of conversations that are not used whole."""
+        """Warn of unusable rows, and of conversations that are not rendered whole."""
         if self._unusable:
             yield f"skipped: {self._name_unusable()}"
         if self._shortened:
@@ -275,7 +281,7 @@ class RowEncoder:
     def _check_ids(self, ids: Sequence[int], row: Row) -> None:
         """Refuse an id without a row in the embedding.
 
-        A tokenizer may have more tokens than the embedding has rows: only those of the text count.
+        A tokenizer may have more tokens than that: only those that occur in the text count.
         """
         last = self._vocab_size - 1
         bad = next((index for index, token in enumerate(ids) if not 0 <= token <= last), None)
@@ -306,6 +312,10 @@ def render_messages(
     Returns:
         The token ids, and whether the rendered text holds the content of every message and the
         name of every function that is called.
+
+    Raises:
+        RejectedRowError: the template rejects this conversation.
+        DataError: there is no template, or it cannot be used with any conversation.
     """
     contents = list(_list_contents(messages))
 
@@ -338,8 +348,8 @@ def render_messages(
             hint="check the order and names of the roles",
         ) from error
     if not holds_all(text):
-        # Templates of models that see may read lists of parts alone, and skip a plain text. Others
-        # leave out what a model thought, and fail at parts.
+        # Templates of vision models may read only lists of parts, and skip plain text. Other
+        # templates leave out thoughts, and fail at lists of parts.
         with contextlib.suppress(Exception):
             other = render(
                 {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -351,7 +361,7 @@ def render_messages(
     bos = tokenizer.bos_token_id
     is_whole = holds_all(text)
     num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
-    # The tokenizer adds its BOS to a text, but was told not to where the template may write one.
+    # The template may write a BOS, so the tokenizer added none above: add it if it does elsewhere.
     if num_leading or list(tokenizer("a", verbose=False)["input_ids"])[:1] == [bos]:
         ids = [bos, *ids[num_leading:]]
     return ids, is_whole
@@ -377,7 +387,7 @@ def pack_rows(
 
     The last sequence may be shorter, but has at least two tokens. A row with media is a sequence of
     its own; without `pack`, so is every row of two or more tokens, cut to `seq_len`. Rows are read
-    only as needed, and those that are used, too short or cut are counted.
+    only as needed. The encoder's `counts` tell how many are used, too short or cut.
 
     Returns:
         The sequences, 1-D int64, and those that are rows with media, by their index.
@@ -393,11 +403,11 @@ def pack_rows(
         if row is None:
             continue
         if not isinstance(row, Sequence):  # with media
-            whole = row.cut(seq_len)
-            media[len(sequences)] = whole
-            sequences.append(whole.ids)
+            kept = row.cut(seq_len)
+            media[len(sequences)] = kept
+            sequences.append(kept.ids)
             counts.used += 1
-            counts.cut += whole.num_cut > 0
+            counts.cut += kept.num_cut > 0
         elif len(row) < (1 if pack else MIN_TOKENS):
             counts.too_short += 1
         elif pack:
@@ -416,9 +426,10 @@ def pack_rows(
     if len(sequences) < samples and len(stream) - start >= MIN_TOKENS:
         sequences.append(torch.tensor(stream[start:], dtype=torch.int64))
         start = len(stream)
-    for length in packed:  # `start` counts down to the tokens of later rows that are in a sequence
-        num_kept = min(start, length)
-        start -= num_kept
+    left = start  # tokens in sequences that come from this row or a later one
+    for length in packed:
+        num_kept = min(left, length)
+        left -= num_kept
         counts.used += num_kept > 0
         counts.cut += 0 < num_kept < length
     return sequences, media

@@ -27,20 +27,25 @@ BuiltinPart = Literal["calibrate", "verify"]
 
 _PARQUET_ROWS_AT_ONCE = 64
 _LARGEST_COUNTED = 2**28
-"""Bytes: the rows of a larger file are not counted."""
+"""Bytes; the rows of a larger file are not counted."""
 _Values = Iterator[tuple[str, object]]
-"""Rows of a file, decoded or parsed, or why one cannot be decoded, each after its origin."""
+"""(origin, value) pairs: a value is a row as the file holds it, a `Row`, or a row's error."""
 
 
 def split_data(
     data: str | Path | Iterable[Any] | None, *, text_column: str | None = None
 ) -> tuple[tuple[str, ...], Iterator[ReadRow] | None]:
-    """Split data into specs and rows in memory: a string, a path or several paths are specs.
+    """Take `data` for specs (a string, a path, several paths), else for rows in memory.
 
     Rows that are mappings are read from `text_column` if given (see `parse_row`).
 
+    Returns:
+        The specs, and the rows; None if `data` is specs or None.
+
     Raises:
-        DataError: `data` holds no rows, or is neither specs nor rows.
+        DataError: `data` holds no rows, or is neither specs nor rows. The rows raise it too, for
+            tensors that are no token ids.
+        UsageError: a row is the name of a data source (raised by the rows).
     """
     if data is None or isinstance(data, str | Path):
         return (() if data is None else (str(data),)), None
@@ -116,7 +121,10 @@ def iter_rows(
 ) -> Generator[ReadRow]:
     """Yield the rows of a spec, read from `text_column` if given (see `parse_row`).
 
-    In place of a row that cannot be used its error is yielded.
+    A row that cannot be used is yielded as its error.
+
+    Raises:
+        DataError: a file or dataset cannot be read, or has no rows.
     """
     for place in spec.files or (spec.source,):
         name, folder, column = spec.label, Path(), text_column
@@ -151,7 +159,7 @@ def iter_rows(
 
 
 def count_rows(spec: DataSpec, part: BuiltinPart) -> int | None:
-    """Count the rows of a spec; None for a dataset, and for files that take long to count."""
+    """Count the rows of a spec; None for a dataset, and for files too large to count quickly."""
     if spec.source is not None:
         return None
     if not spec.files:
@@ -189,12 +197,13 @@ def _read_builtin(part: BuiltinPart) -> _Values:
         ) from error
     texts = {name: text.strip() + "\n" for name, text in sorted(topics.items()) if text.strip()}
     ends = list(accumulate(map(len, texts.values())))
-    first = {name for name, end in zip(texts, ends, strict=True) if 5 * end <= 4 * ends[-1]}
-    known = {line for name in first for line in texts[name].splitlines()}
+    to_calibrate = {name for name, end in zip(texts, ends, strict=True) if 5 * end <= 4 * ends[-1]}
+    known = {line for name in to_calibrate for line in texts[name].splitlines()}
     for name, text in texts.items():
         lines = [line for line in text.splitlines() if line.strip()]
         is_repeated = 2 * sum(line in known for line in lines) > len(lines)
-        if name in first if part == "calibrate" else name not in first and not is_repeated:
+        own_part = "calibrate" if name in to_calibrate else None if is_repeated else "verify"
+        if part == own_part:
             yield f"builtin:{name}", Row(f"builtin:{name}", text=text)
 
 
