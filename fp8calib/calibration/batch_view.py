@@ -1,4 +1,4 @@
-"""Which tokens of a batch count, and what one tensor of it is reduced to.
+"""Which tokens of a batch count, and the statistics of one tensor in one batch.
 
 Letters in shapes: B sequences, S tokens, R ranges of positions, N rows.
 """
@@ -15,23 +15,25 @@ from fp8calib.numerics.positions import split_positions
 HISTOGRAM_SEQUENCES = 8
 """The stride of the sequences in histograms; amax and counts cover all sequences."""
 INPUT_HISTOGRAM_TOKENS = 4
-"""The stride of their tokens in histograms of inputs; histograms of K and V count all tokens."""
+"""The stride of tokens in histograms of inputs; histograms of K and V count all tokens."""
 _ZEROS_AT_ONCE = 2**20
-_ALIGNED = 4  # zeros begin at multiples of so many, which makes 16 bytes
+_ALIGNED = 4  # int32 elements: every call's zeros begin at a multiple of 16 bytes
 
 
 class BatchView:
-    """Which tokens of a batch count, padded on the right, and which of them enter the histograms.
+    """Which tokens of a right-padded batch count, and which of them enter the histograms.
 
-    The rows of a batch are its tokens, sequence by sequence. Indices of rows are made once for each
-    device. Which rows enter the histograms depends only on a sequence's global index and the
-    positions in it; most batches have none.
+    The rows of a batch are its tokens, sequence by sequence, with padding. Which rows enter the
+    histograms depends only on the global index of their sequence and on their position, so that
+    the batch size changes nothing. Tensors of rows are made once for each device.
 
     Attributes:
         shape: (B, S).
+        lengths: the number of tokens of each sequence, without padding.
         first: the global index of the first sequence.
         num_tokens: the number of tokens, without padding.
         num_rows: the number of tokens, padding included.
+        is_padded: whether any sequence is.
         spans: the bounds of each range of positions.
         sampled: the sequences of the batch that enter the histograms.
     """
@@ -46,22 +48,22 @@ class BatchView:
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def padding(self, device: torch.device) -> torch.Tensor:
-        """Tell which rows are padding: bool [B, S]."""
+        """Mark padding: bool [B, S]."""
         lengths = torch.tensor(self.lengths).unsqueeze(1)
         return self._on(device, "padding", lambda: torch.arange(self.shape[1]) >= lengths)
 
     def sample(self, device: torch.device, stride: int) -> torch.Tensor:
-        """List the rows that enter the histograms, each `stride`-th of a sequence: int64 [N]."""
+        """List the rows that enter the histograms, every `stride`-th of a sequence: int64 [N]."""
         starts = [(n * self.shape[1], self.lengths[n]) for n in self.sampled]
         rows = (torch.arange(start, start + length, stride) for start, length in starts)
         return self._on(device, f"every {stride}", lambda: torch.cat(list(rows)))
 
-    def counted(self, device: torch.device) -> torch.Tensor:
-        """Count the rows of each sequence that are not padding: int32 [B]."""
-        return self._on(device, "counted", lambda: torch.tensor(self.lengths, dtype=torch.int32))
+    def lengths_on(self, device: torch.device) -> torch.Tensor:
+        """Give `lengths` as a tensor: int32 [B]."""
+        return self._on(device, "lengths", lambda: torch.tensor(self.lengths, dtype=torch.int32))
 
     def zeros(self, device: torch.device, size: int) -> torch.Tensor:
-        """Give zeros that nothing else uses, int32 [size]; one kernel makes those of many calls."""
+        """Give zeros that nothing else uses: int32 [size]. One kernel fills those of many calls."""
         taken = -(-size // _ALIGNED) * _ALIGNED
         room = self._on_device.get(("zeros", device))
         if room is None or len(room) < taken:

@@ -61,7 +61,7 @@ def reduce_heads(
     launch(
         _reduce,
         (heads * num_blocks, triton.cdiv(length, _ROWS.value), batch.shape[0]),
-        *(x, batch.counted(x.device), bin_of_code(x.device)),
+        *(x, batch.lengths_on(x.device), bin_of_code(x.device)),
         *(codes["amax"], codes["positions"], codes["sequences"], histogram),
         *x.stride()[:3],
         *(width, num_blocks, heads // max(num_heads, 1), batch.first, HISTOGRAM_SEQUENCES),
@@ -95,7 +95,7 @@ def reduce_experts(
     launch(
         _reduce_experts,
         (triton.cdiv(width, columns), triton.cdiv(num_rows, _ROWS.value)),
-        *(rows, order, experts, batch.counted(rows.device), bin_of_code(rows.device)),
+        *(rows, order, experts, batch.lengths_on(rows.device), bin_of_code(rows.device)),
         *(codes["amax"], codes["positions"], codes["sequences"], codes["experts"]),
         *(counts, histogram),
         *(rows.stride(0), num_rows, width, batch.shape[1], call.index.shape[1], call.block),

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +29,14 @@ if TYPE_CHECKING:  # a model in memory needs none of it
     from fp8calib.calibration.streamed_model import Streaming
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
-_ROUNDED_BYTES = 2**25  # two runs of one command differ by less: --memory by its own error works
+_ROUNDED_BYTES = 2**25  # two runs of a command differ by less: the --memory an error names works
 _OWN_SHARE = 0.9  # of the available memory: other programs may grow during the run
 _UNKNOWN_PROCESS_BYTES = 2**29  # interpreter and libraries, if the system does not count them
 _LIVE_COPIES = 4  # tensors of a layer's largest width at once: gate, up, activation, product
 _FLOAT32_BYTES = 4
 GIVEN = "given by --memory"
+HIDDEN_SHARE = 6
+"""On a CPU hidden states that wait for the head may take 1/6 of the memory of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class Workload:
     extra: Mapping[str, int] = field(default_factory=dict)
     """Further bytes, by what needs them."""
     logits_bytes: int = 0
+    """What the head needs for one batch; 0 if it does not run."""
     num_models: int = 1
     """Models that run side by side: a reference and its candidates."""
     changes_weights: bool = False
@@ -60,6 +64,7 @@ class Workload:
     walks: int = 1
     """How often all layers are read."""
     least_read_bytes: int = 0
+    """The plan tells at least so many bytes to read, where other tensors are read too."""
     always_streams: str = ""
     """Why the model is streamed even if it fits."""
 
@@ -70,9 +75,9 @@ class Workload:
 
     @property
     def stream_width(self) -> int:
-        """Elements of a token between layers: residual streams side by side (AltUp) count each."""
-        config = self.config
-        return int(config.hidden_size) * _find(config, "altup_num_inputs", "hc_mult", otherwise=1)
+        """Elements per token between layers; all parallel residual streams (AltUp) are counted."""
+        streams = _find_setting(self.config, "altup_num_inputs", "hc_mult", otherwise=1)
+        return int(self.config.hidden_size) * streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ class MemoryPlan:
     streaming: Streaming | None = None
     """None: the model is whole."""
     why: str = ""
-    """Empty where nothing is planned: the model is in memory, or something else places it."""
+    """Empty if there is nothing to plan: something else has placed the model, or does so."""
     num_layers: int = 0
     read_bytes: int = 0
     peak: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +144,7 @@ class Limits(NamedTuple):
     host_bytes: int
     """The most that the process may hold, interpreter and libraries included."""
     host_why: str
+    """Where that limit comes from: `GIVEN` or "available"."""
     process_bytes: int
     """What the process holds already."""
     device_bytes: int | None = None
@@ -198,33 +204,32 @@ def plan_memory(
 
 
 def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
-    """Plan for batches of `size`, or for smaller ones that fit better.
+    """Plan for batches of `size`, or for halves, quarters, ... of them if these fit better.
 
-    Only these may fit, need no streaming, or leave a GPU room for two layers and the hidden states,
-    so that nothing waits for the bus.
-
-    The run halves its batches when memory runs out. `size` 1 is planned as it is.
+    They fit better if the larger ones do not fit, have to be streamed, or leave a GPU no room for a
+    second layer and the hidden states, so that it waits for copies. The plan does not say which
+    size it is for: a run that is out of memory halves its batches. With `size` 1 none is halved.
 
     Raises:
-        UsageError: it fits with no batch.
+        UsageError: no size fits.
     """
     if size == 1:
         return plan_memory(work, limits)
-    mode = None
+    full = None
     with suppress(UsageError):
-        mode = plan_memory(work, limits)
-        if mode.streaming is None:
-            return mode
+        full = plan_memory(work, limits)
+        if full.streaming is None:
+            return full
     size //= 2
     halves = [half for batch in work.batches for half in cut_into(batch, size)]
     smaller = plan_halved(replace(work, batches=halves), limits, size)
-    if mode is None or mode.streaming is None or smaller.streaming is None:
+    if full is None or full.streaming is None or smaller.streaming is None:
         return smaller
-    waits_less = [
-        (plan.copies_ahead, plan.hidden_gpu_bytes > 0)
-        for plan in (mode.streaming, smaller.streaming)
+    stays_on_gpu = [
+        (streaming.copies_ahead, streaming.hidden_gpu_bytes > 0)
+        for streaming in (full.streaming, smaller.streaming)
     ]
-    return smaller if waits_less[1] > waits_less[0] else mode
+    return smaller if stays_on_gpu[1] > stays_on_gpu[0] else full
 
 
 def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
@@ -255,13 +260,14 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
     host = {"process": limits.process_bytes + _SLACK_BYTES}
     hidden, copies_ahead, on_gpu = hidden_bytes(work), False, 0
     stored, placed = [part.stored for part in layers], [part.placed for part in layers]
-    # a layer's stored tensors restore the weights that were changed
+    # stored tensors are kept to restore weights that were changed
     kept = stored if work.changes_weights else [0] * len(layers)
-    making = [part.stored + part.step for part in layers]
+    loading = [part.stored + part.step for part in layers]  # before a tensor is placed
     if limits.device_bytes is None:
-        whole = [have + keep for have, keep in zip(placed, kept, strict=True)]
-        making += [have + part.step for have, part in zip(whole, layers, strict=True)]
-        device = plan_device(max(*making, peak_of_pairs(whole, stored)))
+        loaded = [size + keep for size, keep in zip(placed, kept, strict=True)]
+        loading += [size + part.step for size, part in zip(loaded, layers, strict=True)]
+        # a layer computes while the next one is read
+        device = plan_device(max(*loading, peak_of_pairs(loaded, stored)))
         host |= device
     else:
         device = plan_device(peak_of_pairs(placed, placed))
@@ -270,7 +276,7 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
             device = plan_device(max(placed))
         elif sum(device.values()) + hidden <= limits.device_bytes:
             device["hidden states"] = on_gpu = hidden
-        host["layers"] = max(peak_of_pairs(kept, making), towers)
+        host["layers"] = max(peak_of_pairs(kept, loading), towers)
     _check_fits(host, device, limits)
 
     in_ram = min(hidden, limits.host_bytes - sum(host.values()))
@@ -302,9 +308,9 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
     )
 
 
-def peak_of_pairs(before: Sequence[int], own: Sequence[int]) -> int:
-    """Give the peak where each layer is read while what the one before left is still there."""
-    return max(left + size for left, size in zip([0, *before], own, strict=False))
+def peak_of_pairs(left: Sequence[int], taken: Sequence[int]) -> int:
+    """Find the largest sum of what a layer takes and what the layer before it has left."""
+    return max(sum(pair) for pair in zip([0, *left], taken, strict=False))
 
 
 def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limits) -> None:
@@ -313,12 +319,12 @@ def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limi
         if limits.host_why == GIVEN:
             smallest = math.ceil((needed + _ROUNDED_BYTES) / GIB * 100) / 100
             advice = f"use --memory {smallest:.2f} or more"
-        is_text = needed - host.get("micro-batch", 0) <= limits.host_bytes
+        can_shrink = needed - host.get("micro-batch", 0) <= limits.host_bytes
         decimals = count_decimals(needed, limits.host_bytes)
         raise UsageError(
             f"even layer by layer the model needs {describe_peak(host, decimals)}, but "
             f"{format_gib(limits.host_bytes, decimals)} are {limits.host_why}",
-            hint=f"{advice}, or a smaller --batch-size or --seq-len" if is_text else advice,
+            hint=f"{advice}, or a smaller --batch-size or --seq-len" if can_shrink else advice,
         )
     free, needed = limits.device_bytes, sum(device.values())
     if free is not None and needed > free:
@@ -342,12 +348,12 @@ def whole_bytes(work: Workload) -> dict[str, int]:
     )
     inside = working_bytes(work)
     if work.changes_weights:  # the states of a group of batches wait for the head
-        inside["hidden states"] = min(weights // 6, hidden_bytes(work))
+        inside["hidden states"] = min(weights // HIDDEN_SHARE, hidden_bytes(work))
     if work.logits_bytes:
         inside["logits"] = work.logits_bytes
-    # While it loads, transformers casts the largest tensor, and has a second copy of all experts
-    # that it joins: it reads their tensors ahead in threads (a model of experts alone took twice
-    # its weights). Loading ends before the first batch: only what it needs beyond counts.
+    # While it loads, transformers casts the largest tensor. It also has a second copy of experts
+    # that it joins, because threads read their tensors ahead (a model of experts alone took twice
+    # its weights). Loading ends before the first batch: only what it needs beyond a batch counts.
     largest = joined = 0
     for _, linear in work.prepared.geometry.linears():
         size_bytes = linear.in_features * linear.out_features * itemsize
@@ -362,7 +368,7 @@ def whole_bytes(work: Workload) -> dict[str, int]:
 def working_bytes(work: Workload) -> dict[str, int]:
     """Compute the bytes of a run besides weights, hidden states and logits."""
     sizes = {"micro-batch": _batch_bytes(work), **work.extra}
-    if work.changes_weights:  # the largest one is quantized and measured (of experts: one)
+    if work.changes_weights:  # one linear, or one expert, is quantized and measured at a time
         linears = work.prepared.geometry.linears()
         largest = max((x.in_features * x.out_features for _, x in linears), default=0)
         sizes["changed weights"] = largest * _FLOAT32_BYTES * _LIVE_COPIES
@@ -370,11 +376,15 @@ def working_bytes(work: Workload) -> dict[str, int]:
 
 
 def hidden_bytes(work: Workload) -> int:
-    """Compute the bytes that wait between layers, and of the embeddings of rows with media."""
+    """Compute the bytes that wait between two layers, of all batches and models.
+
+    They are the hidden states, K and V that later layers share, and what rows with media enter the
+    decoder with.
+    """
     config, geometry = work.config, work.prepared.geometry
     owners = geometry.owners()
-    read = {each.producer for _, each in geometry.attentions() if each.producer is not None}
-    shared = sum(owners[index].kv_elements_per_token for index in read)
+    producers = {each.producer for _, each in geometry.attentions() if each.producer is not None}
+    shared = sum(owners[index].kv_elements_per_token for index in producers)
     state = work.stream_width + shared
     # Models older than transformers' attention interface return the scores with the output.
     is_old = not work.prepared.model._supports_attention_backend
@@ -387,14 +397,14 @@ def hidden_bytes(work: Workload) -> int:
     return elements * work.dtype.itemsize
 
 
-def _find(config: Any, *names: str, otherwise: int = 0) -> int:
-    """Give the first of these settings that a config has."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), otherwise)
+def _find_setting(config: Any, *names: str, otherwise: int = 0) -> int:
+    """Give the first of these settings that a config has as an integer."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), otherwise)
 
 
 def _num_scored_heads(work: Workload) -> int:
-    """Count the heads whose scores are all in memory: none in a fused kernel."""
+    """Count the heads whose attention scores are in memory at once; 0 for a fused kernel."""
     attentions = [attention for _, attention in work.prepared.geometry.attentions()]
     is_fused = work.config._attn_implementation != "eager" and all(
         each.k_head_dim == each.v_head_dim for each in attentions
@@ -430,15 +440,15 @@ def _batch_bytes(work: Workload) -> int:
 
 
 def _layer_width(layer: Layer, config: Any) -> int:
-    """Give the elements of a token in the largest tensors of a layer."""
-    used = _find(
+    """Count the elements per token of a layer's largest tensor."""
+    used = _find_setting(
         *(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"),
         otherwise=8,
     )
     attention = layer.attention
     cached = 0 if attention is None else attention.k_head_dim + attention.v_head_dim
     heads = 0 if attention is None else attention.num_heads
-    # All experts of a token, and those that all tokens share, run between one gather and one sum.
+    # The outputs of a token's experts, and of shared experts, are in memory until they are summed.
     experts = sum(
         each.out_features * (min(used, each.num_experts) if each.num_experts else 1)
         for each in layer.linears
@@ -451,13 +461,14 @@ def _layer_width(layer: Layer, config: Any) -> int:
 def _scan_bytes(config: Any, columns: int) -> int:
     """Compute the bytes that linear attention or Mamba takes for a row without its GPU kernels.
 
-    Each head compares the tokens of a chunk with one another; the oldest form has no chunks.
+    Each head compares the tokens of a chunk with one another. Mamba 1 has neither heads nor chunks.
     """
-    chunk = _find(config, "mamba_chunk_size", "chunk_size", otherwise=64)  # 64: delta rule
-    mamba = _find(config, "mamba_n_heads", "mamba_num_heads") * chunk
-    selective = _find(config, "mamba_d_state") * _find(config, "mamba_expand") * config.hidden_size
-    delta = _find(config, "linear_num_value_heads") * chunk
-    by_channel = _find(config, "linear_num_heads") * _find(config, "linear_head_dim") * chunk
-    elements = max(mamba or selective, delta, by_channel)
+    find = partial(_find_setting, config)
+    chunk = find("mamba_chunk_size", "chunk_size", otherwise=64)  # 64: delta rule
+    mamba_2 = find("mamba_n_heads", "mamba_num_heads") * chunk
+    mamba_1 = find("mamba_d_state") * find("mamba_expand") * config.hidden_size
+    delta = find("linear_num_value_heads") * chunk
+    by_channel = find("linear_num_heads") * find("linear_head_dim") * chunk
+    elements = max(mamba_2 or mamba_1, delta, by_channel)
     padded = math.ceil(columns / chunk) * chunk
     return int(padded * elements) * _FLOAT32_BYTES * _LIVE_COPIES

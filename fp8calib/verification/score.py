@@ -13,6 +13,7 @@ import torch
 
 from fp8calib.calibration.allocator import free_bytes, keep_freed_memory, return_freed_memory
 from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.memory_plan import HIDDEN_SHARE
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.reductions import gpus_of
 from fp8calib.data.sequences import Batch
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 AT_ONCE = 8
 """Candidates of a round: their hidden states wait for the head together, and every round runs the
 unquantized model again."""
-_HIDDEN_SHARE = 6
-"""On a CPU hidden states that wait for the head may take this part of the weights' memory: 1/6."""
 _LOOK_S = 5.0
 """Scores on a GPU are looked at this often."""
 _REFERENCE = "the unquantized model"
@@ -271,7 +270,7 @@ def find_room(model: LoadedModel, candidates: Sequence[Candidate]) -> tuple[int,
     config, values = model.config.get_text_config(decoder=True), dict(model.named_parameters())
     per_token = config.hidden_size * model.dtype.itemsize * len(candidates)
     if not (gpus := gpus_of(model)):
-        room = sum(p.nbytes for p in values.values()) // _HIDDEN_SHARE
+        room = sum(p.nbytes for p in values.values()) // HIDDEN_SHARE
         return int(room // per_token), False
     free, most = {gpu: free_bytes(gpu) for gpu in gpus}, Counter[torch.device]()
     for candidate in candidates:
