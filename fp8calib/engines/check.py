@@ -368,9 +368,9 @@ def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> 
     first = next((each for each in names if _CLASS.search(str(each))), names[0])
     if first == geometry.architecture:
         return ""
-    from fp8calib.model.config_faults import wraps_text  # noqa: PLC0415 -- imports transformers
+    from fp8calib.model.config_faults import is_multimodal_class  # noqa: PLC0415 -- imports transformers
 
-    if wraps_text(first, config):
+    if is_multimodal_class(first, config):
         return ""
     if drafter := find_drafter_class(config):
         return (

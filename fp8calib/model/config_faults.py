@@ -1,8 +1,8 @@
 """Find what the libraries that engines use refuse in the JSON files of a checkpoint.
 
-Also find what transformers accepts and engines may refuse. It validates the fields that a model's
-class declares, but neither those of the base class, nor sizes of zero, nor keys that the class does
-not use.
+Also find what transformers accepts and engines may refuse: transformers checks only the types of
+the fields that a model's own class declares. It does not check fields of the base class, sizes of
+zero, or keys that the class does not use.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _GENERAL = (
     *("cross_attention_hidden_size", "finetuning_task", "prefix", "task_specific_params"),
     *("tokenizer_class", "torch_dtype", "n_inner"),
 )
-"""Keys that are null in published configs (n_inner in Bloom's), and no class reads."""
+"""Keys that no class reads and that are null in published configs, such as n_inner of Bloom."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings"),
@@ -69,8 +69,8 @@ _BASE = PretrainedConfig()
 def find_config_fault(config: Mapping[str, object]) -> str:
     """Say why the installed transformers refuses a config.json; empty if it does not.
 
-    The model is built if a head size is missing, such as `head_dim: null`: engines compute it, and
-    transformers may fail only then.
+    If a head size is missing (`head_dim: null`), the model is built too: transformers may fail only
+    while it computes the size.
     """
     if not is_known(config):
         return ""
@@ -87,11 +87,11 @@ def find_config_fault(config: Mapping[str, object]) -> str:
 def list_other_faults(
     folder: Path, config: Mapping[str, object], *, is_refused: bool
 ) -> Iterator[str]:
-    """List what the installed transformers and compressed-tensors refuse in the rest of a folder.
+    """List what transformers and compressed-tensors, as installed, refuse in the rest of a folder.
 
     Also list what they accept and engines may refuse: a null that the model's class does not
-    replace, sampling that vLLM refuses, and odd values. With `is_refused`, transformers refuses
-    config.json, so that no class can read its values.
+    replace, sampling that vLLM refuses, and odd values. If transformers refuses config.json
+    (`is_refused`), only the generation config and the quantization config are checked.
     """
     parts: list[tuple[Any, Mapping[str, Any]]] = []
     """Parsed configs, of the model and of its text model, each beside its part of config.json."""
@@ -137,29 +137,30 @@ def _try(act: Callable[[], object]) -> str:
 
 
 def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    """List the keys whose null the class keeps, although it has a default or does not know the key.
+    """List the keys whose null the class keeps, although null is not its default.
 
-    vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
+    A key that the class does not know is listed too; so is one whose default is null, if a forward
+    pass fails because of it. vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
     first_k_dense_replace of glm4_moe_lite: TypeError, run).
     """
 
     def run() -> None:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(plain)(torch.zeros(1, 2, dtype=torch.long))
+            AutoModelForCausalLM.from_config(without)(torch.zeros(1, 2, dtype=torch.long))
 
     has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
-    is_off = (*_OFF, *(() if has_windows else ("sliding_window",)))
-    for key in (each for each, value in config.items() if value is None and each not in is_off):
+    off = (*_OFF, *(() if has_windows else ("sliding_window",)))
+    for key in (each for each, value in config.items() if value is None and each not in off):
         if getattr(parsed, key, None) is not None:
             continue
-        plain = type(parsed).from_dict({k: value for k, value in config.items() if k != key})
-        if getattr(plain, key, None) is None:
+        without = type(parsed).from_dict({k: value for k, value in config.items() if k != key})
+        if getattr(without, key, None) is None:
             # every config had these keys in earlier releases of transformers
             is_general = key in _GENERAL or hasattr(GenerationConfig(), key) or hasattr(_BASE, key)
             if is_general or key.endswith("_token_id") or key.startswith("_"):
                 continue
-            # a field of the class that is None by itself counts if a forward pass fails by it
-            if hasattr(plain, key) and "NoneType" not in _try(run):
+            # null is the default: it counts only if a forward pass fails because of it
+            if hasattr(without, key) and "NoneType" not in _try(run):
                 continue
         yield f"config.json says {key}: null, and an engine may compute with it"
 
@@ -193,8 +194,8 @@ def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"config.json says {key}: 0"
 
 
-def wraps_text(name: object, config: Mapping[str, object]) -> bool:
-    """Check whether a class of a config's own model type takes other inputs beside text."""
+def is_multimodal_class(name: object, config: Mapping[str, object]) -> bool:
+    """Check whether `name` is the class of a config's model type that takes more than text."""
     if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
         return False
     own = getattr(getattr(transformers, name, None), "config_class", None)

@@ -36,7 +36,9 @@ from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_TEKKEN, _PIECES = "tekken.json", "tokenizer.model"
+_PIECES = "tokenizer.model"
+"""A SentencePiece model, or a vocabulary of tiktoken."""
+_TEKKEN = "tekken.json"
 """Mistral's own file, which transformers reads with the package mistral-common."""
 _TOKENIZER_FILES = ("tokenizer.json", _PIECES, "vocab.json", "vocab.txt", "spiece.model", _TEKKEN)
 _TRUST = "add --trust-remote-code if you trust that code"
@@ -119,7 +121,7 @@ def open_source(
         raise ModelError(
             f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
         )
-    hint = "a newer version may know it (pip install --upgrade transformers), or the published file"
+    hint = "try pip install --upgrade transformers, or use the config.json that was published"
     what = f"{folder}/config.json: transformers {transformers.__version__} cannot use it"
     with _explained(what, hint="" if is_known else hint):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -147,11 +149,12 @@ def _explain_load_error(error: BaseException) -> str:
     line = first_line(error)
     if "`CONVERSION` entries" in line:  # it refers to a report that is not printed
         return "tensors that it joins (experts, fused weights) are missing or differ in shape"
+    # a line that ends with a colon is explained by the next one
     return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
 
 
 def _choose_class(source: ModelSource) -> tuple[Any, Any]:
-    """Choose the class of transformers, and the config that it takes: some take only the text's.
+    """Choose the class of transformers and its config: some classes take only the text config.
 
     Raises:
         ModelError: the model is not decoder-only.
@@ -173,7 +176,7 @@ def _choose_class(source: ModelSource) -> tuple[Any, Any]:
             "language model (looked for a causal or image-text-to-text class of transformers)",
             hint="use a model that generates text from left to right",
         )
-    # Some types have a class for text alone beside the one that sees: the config names one.
+    # Some types have a class for text alone beside the multimodal one: the config names one.
     chosen = next((each for each in classes if each.__name__ == named), classes[0])
     text = config.sub_configs.get("text_config")
     is_text_only = text is not None and getattr(chosen, "config_class", None) is text
@@ -246,7 +249,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Tell a SentencePiece model, a protobuf of pieces, from a vocabulary of tiktoken, a text."""
+    """Check for a SentencePiece model, which is a protobuf; a vocabulary of tiktoken is text."""
     return path.is_file() and path.read_bytes()[:1] == b"\n"
 
 
@@ -362,16 +365,19 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
     """Build the model without weights, to inspect its modules before loading them.
 
     It computes in `dtype`; None means the config's.
+
+    Raises:
+        ModelError: transformers cannot build it.
     """
-    found, config = _choose_class(source)
+    model_class, config = _choose_class(source)
     config = deepcopy(config)  # transformers writes the dtype into it
     options = {} if dtype is None else {"dtype": dtype}
     what = f"{source.folder}: transformers cannot build {source.config.model_type}"
     with _explained(what), torch.device("meta"):
-        if found is transformers.AutoModelForCausalLM:
-            model = found.from_config(config, trust_remote_code=True, **options)
+        if model_class is transformers.AutoModelForCausalLM:
+            model = model_class.from_config(config, trust_remote_code=True, **options)
         else:
-            model = found._from_config(config, **options)
+            model = model_class._from_config(config, **options)
     built: PreTrainedModel = model.eval()
     attend_causally(built)
     return built
