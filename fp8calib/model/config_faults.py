@@ -140,8 +140,8 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """List the keys whose null the class keeps, although null is not its default.
 
     A key that the class does not know is listed too; so is one whose default is null, if a forward
-    pass fails because of it. vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
-    first_k_dense_replace of glm4_moe_lite: TypeError, run).
+    pass fails because of it. vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe,
+    sliding_window of cohere2, first_k_dense_replace of glm4_moe_lite: TypeError, run).
     """
 
     def run() -> None:
