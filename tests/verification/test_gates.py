@@ -48,53 +48,118 @@ def make_summary(
     )
 
 
-TABLE = [
-    # ratio, its error, verdict by kv (1.01, 1.05), by w8a8 (1.02, 1.06)
-    (1.000, 0.0, SAME, SAME),
-    (1.004, 0.005, SAME, SAME),
-    (1.004, 0.001, PASS, PASS),
-    (0.980, 0.001, PASS, PASS),
-    (0.980, 0.030, OPEN, OPEN),
-    (1.0099, 0.0001, PASS, PASS),
-    (1.015, 0.001, WARN, PASS),
-    (1.015, 0.006, PASS, PASS),
-    (1.030, 0.001, WARN, WARN),
-    (1.030, 0.012, OPEN, PASS),
-    (1.030, 0.050, OPEN, OPEN),
-    (1.055, 0.001, FAIL, WARN),
-    (1.055, 0.006, WARN, WARN),
-    (1.065, 0.001, FAIL, FAIL),
-    (1.065, 0.006, FAIL, WARN),
-    (1.300, 0.010, FAIL, FAIL),
-    (4.0, 1.0, FAIL, FAIL),
-    (500.0, 600.0, FAIL, FAIL),
-    (500.0, 4000.0, OPEN, OPEN),
-    (1e250, 1e251, FAIL, FAIL),
+STRICT = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
+NARROW = Gate(name="narrow", pass_at=1.0, fail_above=1.0)
+OWN = Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5)
+KV, W8A8 = GATES["kv"], GATES["w8a8"]
+FEW = "independent parts of the text: use at least 8 sequences, by more text or a smaller --seq-len"
+
+RATIOS: list[tuple[float, float, Verdict, Verdict, str]] = [
+    # ratio, its error, verdict by kv (1.01, 1.05), by w8a8 (1.02, 1.06), why by kv
+    (1.000, 0.0, SAME, SAME, ""),
+    (1.004, 0.005, SAME, SAME, "1.0040 ± 0.0050 is within one standard error of 1"),
+    (1.004, 0.001, PASS, PASS, "1.0040 ± 0.0010 is at most 1.01"),
+    (0.980, 0.001, PASS, PASS, ""),
+    (0.980, 0.030, OPEN, OPEN, ""),
+    (1.0099, 0.0001, PASS, PASS, ""),
+    (1.015, 0.001, WARN, PASS, ""),
+    (1.015, 0.006, PASS, PASS, "1.0150 ± 0.0060 is within one standard error of 1.01"),
+    (1.030, 0.001, WARN, WARN, "1.0300 ± 0.0010 is between 1.01 and 1.05"),
+    (1.030, 0.012, OPEN, PASS, ""),
+    (1.030, 0.050, OPEN, OPEN, ""),
+    (1.055, 0.001, FAIL, WARN, ""),
+    (1.055, 0.006, WARN, WARN, ""),
+    (1.065, 0.001, FAIL, FAIL, "1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
+    (1.065, 0.006, FAIL, WARN, ""),
+    (1.300, 0.010, FAIL, FAIL, ""),
+    (4.0, 1.0, FAIL, FAIL, ""),
+    (500.0, 600.0, FAIL, FAIL, ""),  # e**6.2 +- a factor e**1.2, far from 1
+    (500.0, 4000.0, OPEN, OPEN, ""),
+    (1e250, 1e251, FAIL, FAIL, ""),
 ]
 
 
-@pytest.mark.parametrize(("ratio", "error", "kv", "w8a8"), TABLE)
-def test_the_verdict_of(ratio: float, error: float, kv: Verdict, w8a8: Verdict) -> None:
-    """Errors count on the logarithm: 500 +- 600 is e**6.2 +- a factor e**1.2, far from 1."""
-    summary = make_summary(ratio, error)
-    assert judge(summary, GATES["kv"])[0] is kv
-    assert judge(summary, GATES["w8a8"])[0] is w8a8
-
-
-@pytest.mark.parametrize(
-    ("ratio", "error", "reason"),
-    [
-        (1.004, 0.005, "1.0040 ± 0.0050 is within one standard error of 1"),
-        (1.004, 0.001, "1.0040 ± 0.0010 is at most 1.01"),
-        (1.015, 0.006, "1.0150 ± 0.0060 is within one standard error of 1.01"),
-        (1.030, 0.001, "1.0300 ± 0.0010 is between 1.01 and 1.05"),
-        (1.065, 0.001, "1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
-    ],
-)
-def test_the_reason_names_the_ratio_its_error_and_the_threshold(
-    ratio: float, error: float, reason: str
+@pytest.mark.parametrize(("ratio", "error", "kv", "w8a8", "why"), RATIOS)
+def test_the_verdict_of_a_ratio(
+    ratio: float, error: float, kv: Verdict, w8a8: Verdict, why: str
 ) -> None:
-    assert judge(make_summary(ratio, error), GATES["kv"])[1] == f"ratio {reason}"
+    """Errors count on the logarithm."""
+    summary = make_summary(ratio, error)
+    verdict, told = judge(summary, KV)
+    assert verdict is kv
+    assert not why or told == f"ratio {why}"
+    assert judge(summary, W8A8)[0] is w8a8
+
+
+def of_tokens(tokens: int, kld: float, ratio: float = 1.0) -> Summary:
+    return make_summary(ratio, 0.0, kld=kld, tokens=tokens)
+
+
+def of_clusters(clusters: int, ratio: float, error: float) -> Summary:
+    return make_summary(ratio, error, kld=1e-9, clusters=clusters)
+
+
+def of_kld(kld: float, error: float | None = 0.0001, *, clusters: int = 32) -> Summary:
+    return make_summary(1.0, 0.0, kld=kld, kld_se=error, clusters=clusters, tokens=10**7)
+
+
+CASES: list[tuple[Summary, Gate, Verdict, str]] = [
+    # few tokens whose losses are alike tell nothing
+    (of_tokens(3, 0.015), KV, OPEN, "is of 3 tokens, too few"),  # sqrt(0.03 / 3) = 0.1
+    (of_tokens(3, 0.015, 1.2), KV, FAIL, ""),  # log(1.2) is more than 0.1 above log(1.05)
+    (of_tokens(3, 0.015, 1.1), KV, OPEN, "is of 3 tokens, too few"),  # log(1.1) is not
+    (of_tokens(301, 0.015), KV, OPEN, "is of 301 tokens"),  # sqrt(0.03 / 301) > log(1.01)
+    (of_tokens(304, 0.015), KV, SAME, ""),  # 0.00993
+    (of_tokens(3, 0.0001), KV, SAME, ""),  # 0.0082
+    (of_tokens(3, 0.0), KV, SAME, ""),
+    (of_tokens(3, -1e-9), KV, SAME, ""),  # rounding
+    # below eight sequences the interval of Student's t lies between two limits
+    (of_clusters(4, 1.0193, 0.0064), KV, OPEN, f"rests on 4 {FEW}"),  # eight: 1.0362 ± 0.0034
+    (of_clusters(8, 1.0193, 0.0064), KV, WARN, ""),
+    (of_clusters(4, 1.0, 0.003), KV, SAME, ""),  # t is 3.18: at most 1.00955
+    (of_clusters(4, 1.0, 0.0032), KV, OPEN, FEW),  # 1.0102
+    (of_clusters(8, 1.0, 0.0032), KV, SAME, ""),
+    (of_clusters(4, 0.98, 0.001), KV, PASS, ""),
+    (of_clusters(4, 1.03, 0.006), KV, WARN, ""),  # 1.011 to 1.049
+    (of_clusters(4, 1.03, 0.007), KV, OPEN, FEW),
+    (of_clusters(2, 1.065, 0.001), KV, FAIL, ""),  # t is 12.7: at least 1.0523
+    (of_clusters(2, 1.065, 0.002), KV, OPEN, FEW),
+    (of_clusters(7, 1.065, 0.0065), KV, OPEN, FEW),  # t is 2.45
+    (of_clusters(7, 1.07, 0.006), KV, FAIL, ""),
+    (of_clusters(2, 1.0, 0.0), KV, SAME, ""),
+    # so it is with a threshold on the divergence
+    (of_kld(0.06, 0.002, clusters=4), STRICT, FAIL, ""),  # 0.06 - 3.18 * 0.002 = 0.0536
+    (of_kld(0.06, 0.004, clusters=4), STRICT, OPEN, f"rests on 4 {FEW}"),
+    (of_kld(0.06, 0.004, clusters=8), STRICT, FAIL, ""),
+    (of_kld(0.04, 0.004, clusters=4), STRICT, OPEN, FEW),
+    (of_kld(0.04, 0.002, clusters=4), STRICT, SAME, ""),
+    (of_kld(0.04, 0.004, clusters=8), STRICT, SAME, ""),
+    # a divergence above its threshold fails whatever the ratio
+    (of_kld(0.0512, 0.001), STRICT, FAIL,
+     "mean KLD 0.0512 ± 0.0010 is above 0.05 by more than one standard error"),
+    (of_kld(0.0512, 0.002), STRICT, WARN,
+     "mean KLD 0.0512 ± 0.0020 is within one standard error of 0.05"),
+    (of_kld(0.0512, None), STRICT, OPEN,
+     "mean KLD 0.0512 ± ?, whose error is unknown: use more and other text"),
+    (of_kld(0.05), STRICT, SAME, ""),
+    # a divergence worth a failing ratio is a warning: log(1.05) is 0.0488, log(1.06) is 0.0583
+    (of_kld(0.0487), KV, SAME, ""),
+    (of_kld(0.0489), KV, WARN, "the mean KLD is 0.0489 ± 0.0001"),
+    (of_kld(0.0582), W8A8, SAME, ""),
+    (of_kld(0.0584), W8A8, WARN, "the mean KLD is 0.0584 ± 0.0001"),
+    (of_kld(0.006), NARROW, SAME, ""),
+    (of_kld(0.0489), NARROW, WARN, "the mean KLD is 0.0489 ± 0.0001"),
+    (of_kld(0.4), OWN, SAME, ""),  # a threshold of the gate's own takes precedence
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("summary", "gate", "expected", "why"), CASES)
+def test_the_verdict_of_little_text_and_of_a_divergence(
+    summary: Summary, gate: Gate, expected: Verdict, why: str
+) -> None:
+    verdict, told = judge(summary, gate)
+    assert verdict is expected
+    assert why in told
 
 
 def test_the_thresholds_are_those_of_the_contract() -> None:
@@ -104,93 +169,6 @@ def test_the_thresholds_are_those_of_the_contract() -> None:
     }
     assert all(gate.kld_fail_above is None for gate in GATES.values())
     assert {name: load_gate(name) for name in GATES} == GATES
-
-
-def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
-    gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
-    assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=0.001), gate) == (
-        FAIL,
-        "mean KLD 0.0512 ± 0.0010 is above 0.05 by more than one standard error",
-    )
-    assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=0.002), gate) == (
-        WARN,
-        "mean KLD 0.0512 ± 0.0020 is within one standard error of 0.05",
-    )
-    assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=None), gate) == (
-        OPEN,
-        "mean KLD 0.0512 ± ?, whose error is unknown: use more and other text",
-    )
-    assert judge(make_summary(1.0, 0.0, kld=0.05), gate)[0] is SAME
-
-
-@pytest.mark.parametrize(
-    ("tokens", "kld", "ratio", "expected"),
-    [
-        (3, 0.015, 1.0, OPEN),  # sqrt(0.03 / 3) = 0.1
-        (3, 0.015, 1.2, FAIL),  # log(1.2) = 0.18 is more than 0.1 above log(1.05) = 0.049
-        (3, 0.015, 1.1, OPEN),  # log(1.1) = 0.095 is not
-        (301, 0.015, 1.0, OPEN),  # sqrt(0.03 / 301) = 0.00998, log(1.01) = 0.00995
-        (304, 0.015, 1.0, SAME),  # 0.00993
-        (3, 0.0001, 1.0, SAME),  # 0.0082
-        (3, 0.0, 1.0, SAME),
-        (3, -1e-9, 1.0, SAME),  # rounding
-    ],
-)
-def test_few_tokens_whose_losses_are_alike_tell_nothing(
-    tokens: int, kld: float, ratio: float, expected: Verdict
-) -> None:
-    summary = make_summary(ratio, 0.0, kld=kld, tokens=tokens)
-    verdict, why = judge(summary, GATES["kv"])
-    assert verdict is expected
-    assert (f"is of {tokens} tokens, too few" in why) is (expected is OPEN)
-
-
-@pytest.mark.parametrize(
-    ("clusters", "ratio", "error", "expected"),
-    [
-        (4, 1.0193, 0.0064, OPEN),  # eight sequences of that text: 1.0362 ± 0.0034
-        (8, 1.0193, 0.0064, WARN),
-        (4, 1.0, 0.003, SAME),  # t is 3.18: at most 1.00955
-        (4, 1.0, 0.0032, OPEN),  # 1.0102
-        (8, 1.0, 0.0032, SAME),
-        (4, 0.98, 0.001, PASS),
-        (4, 1.03, 0.006, WARN),  # 1.011 to 1.049
-        (4, 1.03, 0.007, OPEN),
-        (2, 1.065, 0.001, FAIL),  # t is 12.7: at least 1.0523
-        (2, 1.065, 0.002, OPEN),
-        (7, 1.065, 0.0065, OPEN),  # t is 2.45
-        (7, 1.07, 0.006, FAIL),
-        (2, 1.0, 0.0, SAME),
-    ],
-)
-def test_below_eight_sequences_the_interval_of_students_t_lies_between_two_limits(
-    clusters: int, ratio: float, error: float, expected: Verdict
-) -> None:
-    summary = make_summary(ratio, error, kld=1e-9, clusters=clusters)
-    verdict, why = judge(summary, GATES["kv"])
-    assert verdict is expected
-    hint = f"rests on {clusters} independent parts of the text: use at least 8 sequences, "
-    hint += "by more text or a smaller --seq-len"
-    assert why.endswith(hint) is (expected is OPEN)
-
-
-@pytest.mark.parametrize(
-    ("clusters", "kld", "error", "expected"),
-    [
-        (4, 0.06, 0.002, FAIL),  # 0.06 - 3.18 * 0.002 = 0.0536
-        (4, 0.06, 0.004, OPEN),
-        (8, 0.06, 0.004, FAIL),
-        (4, 0.04, 0.004, OPEN),
-        (4, 0.04, 0.002, SAME),
-        (8, 0.04, 0.004, SAME),
-    ],
-)
-def test_so_it_is_with_a_threshold_on_the_divergence(
-    clusters: int, kld: float, error: float, expected: Verdict
-) -> None:
-    gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
-    summary = make_summary(1.0, 0.0, kld=kld, kld_se=error, clusters=clusters, tokens=10**7)
-    assert judge(summary, gate)[0] is expected
 
 
 def test_the_kld_implies_the_spread_of_the_log_ratio() -> None:
@@ -239,12 +217,12 @@ def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
     assert bool(found) is is_broken
 
 
-@pytest.mark.parametrize(("ratio", "why"), [(1.0, ", but layer 7 is destroyed"), (2.0, "error")])
-def test_damage_is_a_failure_whatever_the_mean_says(ratio: float, why: str) -> None:
-    summary = make_summary(ratio, 0.0, kld=0.0)
-    found = judge(summary, GATES["kv"], "layer 7 is destroyed")
-    assert found[0] is FAIL
-    assert found[1].endswith(why)
+def test_damage_is_a_failure_whatever_the_mean_says() -> None:
+    for ratio, why in ((1.0, ", but layer 7 is destroyed"), (2.0, "error")):
+        summary = make_summary(ratio, 0.0, kld=0.0)
+        verdict, told = judge(summary, KV, "layer 7 is destroyed")
+        assert verdict is FAIL
+        assert told.endswith(why)
 
 
 def test_the_worst_site_is_described() -> None:
@@ -252,28 +230,6 @@ def test_the_worst_site_is_described() -> None:
     assert describe_damage(rows) == (
         "layers.7.attn.v (layer 7) is destroyed: an SQNR of 3.2 dB, 25.0% clipped, 0.0% zeroed"
     )
-
-
-@pytest.mark.parametrize(
-    ("gate", "kld", "expected"),
-    [
-        (GATES["kv"], 0.0487, SAME),
-        (GATES["kv"], 0.0489, WARN),
-        (GATES["w8a8"], 0.0582, SAME),
-        (GATES["w8a8"], 0.0584, WARN),
-        (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.006, SAME),
-        (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.0489, WARN),
-        (Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5), 0.4, SAME),
-    ],
-)
-def test_a_divergence_worth_a_failing_ratio_is_a_warning(
-    gate: Gate, kld: float, expected: Verdict
-) -> None:
-    """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own takes precedence."""
-    summary = make_summary(1.0, 0.0, kld=kld)
-    found, why = judge(summary, gate)
-    assert found is expected
-    assert (f"the mean KLD is {kld:.4f} ± 0.0001" in why) is (found is WARN)
 
 
 # --- files -------------------------------------------------------------------------------------

@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.shapes import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.weights import (
     HeldWeight,
     ScaleRange,
-    WeightChange,
     changed_weights,
     find_clipped,
 )
@@ -29,7 +26,6 @@ from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
-    ROUTERS,
     Recipe,
     Subject,
     cast,
@@ -41,136 +37,13 @@ from tests.verification.by_hand import (
     make_batch,
     opened,
     plain_forward,
-    plan_scheme,
     quantize_by_hand,
     tensor_scale,
 )
 from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
-GROUPS = {
-    "llama": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.gate_proj", "mlp.up_proj"],
-        ["mlp.down_proj"],
-    ],
-    "phi3": [
-        ["self_attn.o_proj"],
-        ["self_attn.qkv_proj"],
-        ["mlp.gate_up_proj"],
-        ["mlp.down_proj"],
-    ],
-    "opt": [
-        ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"],
-        ["self_attn.out_proj"],
-        ["fc1"],
-        ["fc2"],
-    ],
-    "starcoder2": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.c_fc"],
-        ["mlp.c_proj"],
-    ],
-    "mixtral": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.experts.gate_up_proj"],
-        ["mlp.experts.down_proj"],
-    ],
-    "deepseek_v3": [
-        ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
-        ["self_attn.q_b_proj"],
-        ["self_attn.kv_b_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.experts.gate_up_proj"],
-        ["mlp.experts.down_proj"],
-        ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
-        ["mlp.shared_experts.down_proj"],
-    ],
-    "qwen3_next": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.experts.gate_up_proj"],
-        ["mlp.experts.down_proj"],
-        ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
-        ["mlp.shared_expert.down_proj"],
-    ],
-}
-
-
-@pytest.mark.parametrize("family", GROUPS)
-def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: Path) -> None:
-    """Of the last layer; nothing else is in a group, and routers are in none."""
-    with opened(zoo.build(family), tmp_path / "m") as subject:
-        planned = plan_scheme(subject, find_scheme("w8a16")).weights
-    groups = [each.parameters for each in planned]
-    prefix = f"{subject.geometry.layers[-1].module}."
-    found = [
-        [p.name.removeprefix(prefix).removesuffix(".weight") for p in group]
-        for group in groups
-        if group[0].name.startswith(prefix)
-    ]
-    assert found == GROUPS[family]
-
-
-# --- an FP8 checkpoint -------------------------------------------------------------------------
-
-
-def write_blocks(model: nn.Module, folder: Path) -> Path:
-    """Write a model as DeepSeek does: codes, and a scale per block of 128 x 128."""
-    model.save_pretrained(folder)  # type: ignore[operator]
-    tensors = load_file(folder / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        weight = tensors[name]
-        scales = [
-            [tensor_scale(piece) for piece in strip.split(128, 1)] for strip in weight.split(128, 0)
-        ]
-        spread = torch.tensor(scales).repeat_interleave(128, 0).repeat_interleave(128, 1)
-        spread = spread[: weight.shape[0], : weight.shape[1]]
-        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = torch.tensor(scales)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-    return change_config(folder, quantization_config={**section, "weight_block_size": [128, 128]})
-
-
-def stored(subject: Subject, folder: Path, numerics: Numerics) -> Candidate:
-    """Ask the product what an engine makes of a checkpoint."""
-    checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
-    return emulate_checkpoint(subject, checkpoint, numerics)
-
-
-def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
-    wide: Subject, tmp_path: Path
-) -> None:
-    folder = write_blocks(wide.model, tmp_path / "fp8")
-    expected = quantize_by_hand(
-        wide.model, Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups)
-    )
-    (found,) = emulate(wide, stored(wide, folder, find_emulated("reference")[1]), BATCH)
-    assert torch.equal(found, plain_forward(expected, BATCH))
-    assert not torch.equal(found, plain_forward(wide.model, BATCH))
-
-
-def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:
-    folder = write_blocks(wide.model, tmp_path / "fp8")
-    numerics = find_emulated("vllm")[1]
-    held = weights_held(wide, stored(wide, folder, replace(numerics, power_of_two_sizes=(1, 1))))
-    name = "model.layers.1.mlp.gate_proj.weight"
-    strips = []
-    for strip in cast_blocks(wide.model.get_parameter(name).detach()).split(128, 0):
-        pieces = [
-            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
-        ]
-        strips.append(torch.cat(pieces, 1))
-    assert torch.equal(held[name], torch.cat(strips, 0))
-    ragged = weights_held(wide, stored(wide, folder, numerics))
-    assert torch.equal(ragged[name], cast_blocks(wide.model.get_parameter(name).detach()))
-
-
-# --- what a checkpoint clipped, and its scales ---------------------------------------------------
+REFERENCE = find_emulated("reference")[1]
 
 
 LARGEST = 448.0
@@ -220,24 +93,18 @@ def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch
     return change_config(folder, quantization_config=config)
 
 
-def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[WeightChange, ...]:
-    numerics = find_emulated(engine)[1]
+def read(subject: Subject, folder: Path, numerics: Numerics = REFERENCE) -> Candidate:
     checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
-    return tuple(emulate_checkpoint(subject, checkpoint, numerics).weights)
+    return emulate_checkpoint(subject, checkpoint, numerics)
 
 
-def count_clipped(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, int]:
+def look(subject: Subject, candidate: Candidate) -> tuple[dict[str, int], dict[str, ScaleRange]]:
+    """Count what was clipped, and give the scales, of each linear."""
     damage: dict[Site, torch.Tensor] = {}
-    with changed_weights(subject.model, weights, subject.originals, damage, {}):
-        pass
-    return {site.module: int(Damage(*sums.tolist()).clipped) for site, sums in damage.items()}
-
-
-def tell_scales(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, ScaleRange]:
-    """Give the scales of each linear while the weights are replaced."""
     scales: dict[Site, ScaleRange] = {}
-    with changed_weights(subject.model, weights, subject.originals, {}, scales):
-        return {site.module: found for site, found in scales.items()}
+    with changed_weights(subject.model, candidate.weights, subject.originals, damage, scales):
+        counts = {site.module: int(Damage(*each.tolist()).clipped) for site, each in damage.items()}
+        return counts, {site.module: found for site, found in scales.items()}
 
 
 def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
@@ -254,6 +121,34 @@ def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
     }
 
 
+def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
+    wide: Subject, tmp_path: Path
+) -> None:
+    folder = write(wide, tmp_path / "fp8", "block", 1.0, torch.float32)
+    expected = quantize_by_hand(
+        wide.model, Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups)
+    )
+    (found,) = emulate(wide, read(wide, folder), BATCH)
+    assert torch.equal(found, plain_forward(expected, BATCH))
+    assert not torch.equal(found, plain_forward(wide.model, BATCH))
+
+
+def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:
+    folder = write(wide, tmp_path / "fp8", "block", 1.0, torch.float32)
+    numerics = find_emulated("vllm")[1]
+    held = weights_held(wide, read(wide, folder, replace(numerics, power_of_two_sizes=(1, 1))))
+    name = "model.layers.1.mlp.gate_proj.weight"
+    strips = []
+    for strip in cast_blocks(wide.model.get_parameter(name).detach()).split(128, 0):
+        pieces = [
+            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
+        ]
+        strips.append(torch.cat(pieces, 1))
+    assert torch.equal(held[name], torch.cat(strips, 0))
+    ragged = weights_held(wide, read(wide, folder, numerics))
+    assert torch.equal(ragged[name], cast_blocks(wide.model.get_parameter(name).detach()))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 def test_what_a_checkpoint_clipped_is_counted(
@@ -262,14 +157,30 @@ def test_what_a_checkpoint_clipped_is_counted(
     folder = write(wide, tmp_path / "fp8", form, 1 / 3, torch.float32)
     expected = count_by_hand(wide, folder)
     assert min(expected.values()) > 0
-    assert count_clipped(wide, read(wide, folder, engine)) == expected
+    assert look(wide, read(wide, folder, find_emulated(engine)[1]))[0] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_that_fit_clip_nothing_and_are_told(
+    wide: Subject, tmp_path: Path, form: str, dtype: torch.dtype
+) -> None:
+    """In bfloat16 half of the scales are rounded down, which costs nobody anything."""
+    folder = write(wide, tmp_path / "fp8", form, 1.0, dtype)
+    clipped, scales = look(wide, read(wide, folder))
+    assert set(clipped.values()) == {0}
+    stored = load_file(folder / "model.safetensors")
+    for name in filter(is_quantized, stored):
+        found, scale = scales[name.removesuffix(".weight")], stored[f"{name}_scale"].float()
+        ends = (float(scale.min()), float(scale.max()))
+        assert (found.per, found.smallest, found.largest) == (form, *ends)
 
 
 def test_what_a_checkpoint_clipped_of_experts_is_counted(tmp_path: Path) -> None:
     with opened(zoo.build("mixtral"), tmp_path / "m") as subject:
         folder = write(subject, tmp_path / "fp8", "tensor", 1 / 3, torch.float32)
         by_hand = count_by_hand(subject, folder)
-        found = count_clipped(subject, read(subject, folder))
+        found, _ = look(subject, read(subject, folder))
     for layer in range(2):
         experts = {
             name: count
@@ -294,10 +205,9 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
         tensors = {n: t for n, t in tensors.items() if not ("experts" in n and "_scale" in n)}
         tensors[name] = plain[name] * 2
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        numerics = find_emulated("reference")[1]
-        checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
+        checkpoint = Fp8Checkpoint.open(folder, fuse=REFERENCE.fused_share_scales)
         changes = emulate_checkpoint(
-            subject, checkpoint, numerics, is_changed=lambda each: each == name
+            subject, checkpoint, REFERENCE, is_changed=lambda each: each == name
         ).weights
         before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
         with changed_weights(subject.model, changes, subject.originals, {}, {}):
@@ -311,16 +221,6 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
     assert torch.equal(found[stack], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_scale_that_fits_clips_nothing(
-    wide: Subject, tmp_path: Path, form: str, dtype: torch.dtype
-) -> None:
-    """In bfloat16 half of the scales are rounded down, which costs nobody anything."""
-    folder = write(wide, tmp_path / "fp8", form, 1.0, dtype)
-    assert set(count_clipped(wide, read(wide, folder)).values()) == {0}
-
-
 @pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ, E5M2], ids=lambda fmt: fmt.name)
 def test_only_the_largest_code_can_have_been_clipped(fmt: Fp8Format) -> None:
     """What was scaled before it was quantized (SmoothQuant) lies beyond, but at other codes."""
@@ -331,40 +231,3 @@ def test_only_the_largest_code_can_have_been_clipped(fmt: Fp8Format) -> None:
     assert clipped is not None
     assert clipped.tolist() == [False, True, True, False]
     assert find_clipped(exact, found, torch.full((4,), fmt.max * 2), fmt) is None
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form: str) -> None:
-    folder = write(wide, tmp_path / "fp8", form, 1.0, torch.float32)
-    stored = load_file(folder / "model.safetensors")
-    assert tell_scales(wide, read(wide, folder)) == {
-        name.removesuffix(".weight"): ScaleRange(
-            per=form,  # type: ignore[arg-type]
-            smallest=float(stored[f"{name}_scale"].min()),
-            largest=float(stored[f"{name}_scale"].max()),
-        )
-        for name in filter(is_quantized, stored)
-    }
-
-
-@pytest.mark.parametrize("family", sorted(zoo.ZOO))
-def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_path: Path) -> None:
-    """A list made by hand of what stays: routers, and what is no projection."""
-    with opened(zoo.build(family), tmp_path / "m") as subject:
-        planned = plan_scheme(subject, find_scheme("w8a16")).weights
-    parameters = [parameter for each in planned for parameter in each.parameters]
-    listed = [parameter.name for parameter in parameters if parameter.sites]
-    assert len(listed) == len(set(listed))
-    layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
-    left = {
-        name.rpartition(".")[0].rpartition(".")[2]
-        for name, parameter in subject.model.named_parameters()
-        if name.startswith(layers) and parameter.ndim > 1 and name not in listed
-    }
-    assert left <= {*ROUTERS, "conv1d", "experts"}
-    biases = {
-        name
-        for name, parameter in subject.model.named_parameters()
-        if "experts" in name and parameter.ndim > 1 and name not in listed
-    }
-    assert all("bias" in n or "shared_expert_gate" in n for n in biases)
