@@ -117,18 +117,28 @@ def assert_same(
         assert not torch.equal(hidden, plain_forward(subject.model, batch))
 
 
-def test_one_scale_per_tensor_gives_what_a_quantized_cache_gives(subject: Subject) -> None:
-    scales = {
-        site: (amax.max() / 448 * factor(site)).reshape(1)
+Spread = dict[Site, torch.Tensor]
+
+
+def per_tensor(subject: Subject, room: float = 0.0, largest: float = 448.0) -> Spread:
+    """Give one scale for all heads, which leaves `room`, or clips and flushes."""
+    return {
+        site: (amax.max() / largest * (room or factor(site))).expand(len(amax))
         for site, amax in head_amaxes(subject).items()
     }
-    spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
-    assert_same(subject, make_table(subject, scales), spread)
 
 
-def heads(subject: Subject, site: Site) -> int:
-    """Tell how many KV heads a layer has."""
-    return next(a.num_kv_heads for a in producers(subject).values() if a.module == site.module)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_scale_belongs_to_the_heads_of_its_rank(subject: Subject, tp: int) -> None:
+    """Each rank has heads of its own, or the ranks that share a head agree on its scale."""
+    values, spread = {}, {}
+    for site, amax in head_amaxes(subject).items():
+        num_heads = len(amax)
+        count = min(tp, num_heads)
+        own = amax.max() / 448 * factor(site) * torch.linspace(0.7, 1.9, count)
+        values[site] = torch.stack([own[rank * count // tp] for rank in range(tp)])
+        spread[site] = torch.stack([own[head * count // num_heads] for head in range(num_heads)])
+    assert_same(subject, make_table(subject, values, tp=tp), spread)
 
 
 def test_a_scale_per_head_belongs_to_its_head(subject: Subject) -> None:
@@ -140,35 +150,15 @@ def test_a_scale_per_head_belongs_to_its_head(subject: Subject) -> None:
     assert_same(subject, make_table(subject, values, per_head=True), scales)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_a_scale_per_rank_belongs_to_the_heads_of_the_rank(subject: Subject, tp: int) -> None:
-    values, spread = {}, {}
-    for site, amax in head_amaxes(subject).items():
-        num_heads = len(amax)
-        count = min(tp, num_heads)
-        own = amax.max() / 448 * factor(site) * torch.linspace(0.7, 1.9, count)
-        # Each rank has heads of its own, or the ranks that share a head agree on its scale.
-        values[site] = torch.stack([own[rank * count // tp] for rank in range(tp)])
-        spread[site] = torch.stack([own[head * count // num_heads] for head in range(num_heads)])
-    assert_same(subject, make_table(subject, values, tp=tp), spread)
-
-
 def test_rounding_toward_zero_takes_the_value_a_search_finds(subject: Subject) -> None:
     """The scales leave room: what is beyond the largest value has no neighbour toward zero."""
-    scales = {
-        site: (amax.max() / 448 * 1.37).reshape(1) for site, amax in head_amaxes(subject).items()
-    }
-    spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
-    table = make_table(subject, scales)
+    spread = per_tensor(subject, room=1.37)
+    table = make_table(subject, {site: value[:1] for site, value in spread.items()})
     assert_same(subject, table, spread, numerics=TOWARD_ZERO, quantize=search_down)
 
 
 def test_no_scales_are_scales_of_one(subject: Subject) -> None:
-    ones = {
-        attention.site(role): torch.ones(attention.num_kv_heads)
-        for attention in producers(subject).values()
-        for role in (Role.K, Role.V)
-    }
+    ones = {site: torch.ones_like(amax) for site, amax in head_amaxes(subject).items()}
     assert_same(subject, make_unscaled_table(subject.geometry, E4M3FN), ones)
 
 
@@ -180,12 +170,8 @@ def test_no_scales_are_scales_of_one(subject: Subject) -> None:
 def test_other_formats_have_their_own_values(
     fmt: Fp8Format, dtype: torch.dtype, largest: float, llama: Subject
 ) -> None:
-    scales = {
-        site: (amax.max() / largest * factor(site)).reshape(1)
-        for site, amax in head_amaxes(llama).items()
-    }
-    spread = {site: value.expand(2) for site, value in scales.items()}
-    table = make_table(llama, scales, fmt=fmt)
+    spread = per_tensor(llama, largest=largest)
+    table = make_table(llama, {site: value[:1] for site, value in spread.items()}, fmt=fmt)
     assert_same(llama, table, spread, quantize=partial(cast, dtype=dtype))
 
 
@@ -201,14 +187,14 @@ def test_scales_of_a_cache_that_stays_in_16_bits_are_refused(llama: Subject) -> 
 # --- q -----------------------------------------------------------------------------------------
 
 
-def query_table(subject: Subject, values: dict[Site, torch.Tensor]) -> ScaleTable:
-    """Make K and V nearly lossless beside the scales of q: what differs comes of q."""
-    coarse = {
-        attention.site(role): torch.tensor([0.01])
-        for attention in producers(subject).values()
-        for role in (Role.K, Role.V)
-    }
-    return make_table(subject, {**coarse, **values})
+def lossless(subject: Subject) -> Spread:
+    """Give scales of K and V that nearly keep them: what differs comes of q."""
+    return {site: torch.full_like(amax, 0.01) for site, amax in head_amaxes(subject).items()}
+
+
+def query_table(subject: Subject, values: Spread) -> ScaleTable:
+    kv = {site: value[:1] for site, value in lossless(subject).items()}
+    return make_table(subject, {**kv, **values})
 
 
 def test_q_is_quantized_on_its_way_into_attention(subject: Subject) -> None:
@@ -224,8 +210,7 @@ def test_q_is_quantized_on_its_way_into_attention(subject: Subject) -> None:
         torch.clone if a.kind == "latent" else partial(_cast_query, a, numbers[a.site(Role.Q)])
         for a in attentions
     ]
-    kv = {site: torch.full((1,), 0.01) for site in head_amaxes(subject)}
-    spread = {site: value.expand(heads(subject, site)) for site, value in kv.items()}
+    spread = lossless(subject)
     for batch in BATCHES:
         (found,) = emulate(subject, Candidate(quantizers=quantizers), batch)
         with changed_queries(subject.model, changes):
@@ -253,21 +238,13 @@ def test_q_of_opt_is_quantized_before_the_model_scales_it(
         }
         quantizers = emulate_kv(query_table(found, values), WITH_QUERY)
         (hidden,) = emulate(found, Candidate(quantizers=quantizers), FULL)
-        projections = [layer.self_attn.q_proj for layer in found.model.model.decoder.layers]
-        hooks = [
-            projection.register_forward_hook(lambda _m, _a, output: cast(output, 0.02))
-            for projection in projections
-        ]
-        spread = {site: torch.full((4,), 0.01) for site in head_amaxes_without(found)}
+        spread = lossless(found)
+        plain = hand_forward(found, FULL, spread)
+        for layer in found.model.model.decoder.layers:
+            layer.self_attn.q_proj.register_forward_hook(lambda _m, _a, output: cast(output, 0.02))
         expected = hand_forward(found, FULL, spread)
-        for hook in hooks:
-            hook.remove()
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(hidden, hand_forward(found, FULL, spread), rtol=1e-3, atol=1e-3)
-
-
-def head_amaxes_without(subject: Subject) -> list[Site]:
-    return [a.site(role) for a in producers(subject).values() for role in (Role.K, Role.V)]
+        assert not torch.allclose(hidden, plain, rtol=1e-3, atol=1e-3)
 
 
 def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subject) -> None:
@@ -286,18 +263,15 @@ def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subj
         assert owner.num_key_value_groups == 2
         return (weights @ value).transpose(1, 2).contiguous(), None
 
-    sites = head_amaxes_without(llama)
-    values = {site: torch.full((1, 2), 0.01) for site in sites}
-    queries = {
-        attention.site(Role.Q): per_head.unsqueeze(0)
-        for _, attention in llama.geometry.attentions()
-    }
-    table = make_table(llama, {**values, **queries}, per_head=True)
+    spread = lossless(llama)
+    values = {site: value.unsqueeze(0) for site, value in spread.items()}
+    for _, attention in llama.geometry.attentions():
+        values[attention.site(Role.Q)] = per_head.unsqueeze(0)
+    table = make_table(llama, values, per_head=True)
     llama.model.set_attn_implementation("eager")
     try:
         (found,) = emulate(llama, Candidate(quantizers=emulate_kv(table, WITH_QUERY)), FULL)
         with patch.object(module, "eager_attention_forward", attend):
-            spread = {site: torch.full((2,), 0.01) for site in sites}
             expected = hand_forward(llama, FULL, spread)
     finally:
         llama.model.set_attn_implementation("sdpa")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,36 +63,6 @@ def subject(
         yield found
 
 
-def test_an_emulation_leaves_nothing_behind(subject: Subject) -> None:
-    before = take(subject.model)
-    plain = plain_forward(subject.model, PADDED)
-    (found,) = emulate(subject, make_emulation(subject), PADDED)
-    assert not torch.equal(found, plain)
-    assert_unchanged(subject.model, before)
-    assert torch.equal(plain_forward(subject.model, PADDED), plain)
-
-
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
-def test_an_error_inside_leaves_nothing_behind(
-    subject: Subject, error: type[BaseException]
-) -> None:
-    before = take(subject.model)
-    emulation = make_emulation(subject)
-    hooks = EmulationHooks(emulation.quantizers)
-
-    def run_and_fail() -> None:
-        with emulated(
-            subject.model, subject.geometry, emulation, hooks, originals=subject.originals
-        ) as run:
-            run(PADDED)
-            assert any(module._forward_pre_hooks for module in subject.model.modules())
-            raise error
-
-    with pytest.raises(error):
-        run_and_fail()
-    assert_unchanged(subject.model, before)
-
-
 class _Failing:
     """A change of weights that stops half-way, with one parameter already overwritten."""
 
@@ -105,14 +76,32 @@ class _Failing:
         raise Interrupted
 
 
-def test_weights_come_back_when_changing_them_fails_half_way(subject: Subject) -> None:
-    before = take(subject.model)
+@pytest.mark.parametrize("error", [None, Interrupted, KeyboardInterrupt, _Failing])
+def test_an_emulation_leaves_nothing_behind(subject: Subject, error: Any) -> None:
+    """However it ends: well, by an error inside, or while weights are changed."""
+    before, plain = take(subject.model), plain_forward(subject.model, PADDED)
     emulation = make_emulation(subject)
-    first, second, *_ = emulation.weights
-    failing = Candidate(weights=(first, _Failing(second.parameters)))
-    with pytest.raises(Interrupted):
-        emulate(subject, failing, PADDED)
+    if error is _Failing:
+        first, second, *_ = emulation.weights
+        emulation = Candidate(weights=(first, _Failing(second.parameters)))
+    hooks = EmulationHooks(emulation.quantizers)
+
+    def run_and_fail() -> None:
+        with emulated(
+            subject.model, subject.geometry, emulation, hooks, originals=subject.originals
+        ) as run:
+            assert not torch.equal(run(PADDED), plain)
+            assert any(module._forward_pre_hooks for module in subject.model.modules())
+            if error is not None:
+                raise error
+
+    if error is None:
+        run_and_fail()
+    else:
+        with pytest.raises(Interrupted if error is _Failing else error):
+            run_and_fail()
     assert_unchanged(subject.model, before)
+    assert torch.equal(plain_forward(subject.model, PADDED), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -146,9 +135,6 @@ def test_an_offloaded_weight_is_refused_and_the_others_come_back(tmp_path: Path)
         assert_unchanged(subject.model, before)
 
 
-# --- the head ----------------------------------------------------------------------------------
-
-
 def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
     before = take(subject.model)
     decoder = find_text_decoder(subject.model)[1]
@@ -159,9 +145,6 @@ def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
     with pytest.raises(Interrupted), open_lm_head(subject.model):
         raise Interrupted
     assert_unchanged(subject.model, before)
-
-
-# --- looking -----------------------------------------------------------------------------------
 
 
 def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
