@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.shapes import Attention, Role, Site
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.model.shapes import Role, Site
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
@@ -31,6 +30,7 @@ from tests.verification.by_hand import (
     cast_rows,
     ceil_log2,
     emulate_scheme,
+    make_table,
     opened,
     row_scales,
     search_down,
@@ -61,39 +61,23 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         yield found
 
 
-def make_table(
-    subject: Subject, values: torch.Tensor, *, per_head: bool = False, **settings: Any
-) -> ScaleTable:
-    sites = [
-        attention.site(role)
-        for _, attention in subject.geometry.attentions()
-        for role in (Role.K, Role.V, Role.Q)
-    ]
-    scale = Scale(values=values, source=ScaleSource.OBSERVED)
-    return ScaleTable(
-        geometry=subject.geometry,
-        fmt=settings.get("fmt", E4M3FN),
-        tp=1,
-        per_head=per_head,
-        scales=dict.fromkeys(sites, scale),
-    )
-
-
-def first_attention(subject: Subject) -> Attention:
-    """Give the attention of layer 0."""
-    return next(attention for _, attention in subject.geometry.attentions())
-
-
 def quantizers(
-    subject: Subject, numerics: Numerics, values: Any = (THIRD,), **settings: Any
+    subject: Subject,
+    engine: str,
+    values: Any = (THIRD,),
+    *,
+    dialect: str = "",
+    per_head: bool = False,
+    fmt: Fp8Format = E4M3FN,
 ) -> dict[Role, Quantizer]:
-    """Give what the product does to K, V and q of layer 0."""
-    dialect = settings.pop("dialect", "")
-    table = make_table(subject, torch.tensor(values), **settings)
-    found = emulate_kv(replace(table, dialect=dialect), numerics)
-    attention = first_attention(subject)
+    """Give what an engine does to K, V and q of layer 0."""
     roles = (Role.K, Role.V, Role.Q)
-    return {role: found[attention.site(role)] for role in roles if attention.site(role) in found}
+    first, *others = (attention for _, attention in subject.geometry.attentions())
+    sites = [attention.site(role) for attention in (first, *others) for role in roles]
+    scales = dict.fromkeys(sites, torch.tensor(values))
+    table = make_table(subject, scales, per_head=per_head, fmt=fmt)
+    found = emulate_kv(replace(table, dialect=dialect), find_emulated(engine)[1])
+    return {role: found[first.site(role)] for role in roles if first.site(role) in found}
 
 
 def by_reciprocal(x: torch.Tensor, scale: float, *, down: bool = False) -> torch.Tensor:
@@ -104,112 +88,99 @@ def by_reciprocal(x: torch.Tensor, scale: float, *, down: bool = False) -> torch
     return (x * factor).clamp(-448, 448).to(torch.float8_e4m3fn).float() * torch.tensor(scale)
 
 
-def test_the_vllm_cpu_cache_multiplies_by_the_reciprocal_and_rounds_toward_zero(
-    wide: Subject,
-) -> None:
-    for role in (Role.K, Role.V):
-        found = quantizers(wide, find_emulated("vllm-cpu")[1])[role].fake(X).values
-        assert torch.equal(found, by_reciprocal(X, THIRD, down=True))
-        assert not torch.equal(found, by_reciprocal(X, THIRD))
-
-
-def test_the_vllm_gpu_cache_divides_and_rounds_to_nearest(wide: Subject) -> None:
-    found = quantizers(wide, find_emulated("vllm")[1])
-    assert torch.equal(found[Role.K].fake(X).values, cast(X, THIRD))
-    assert torch.equal(found[Role.Q].fake(X).values, by_reciprocal(X, THIRD))
-
-
-def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
-    wide: Subject,
-) -> None:
-    x = X.to(torch.bfloat16)
-    found = quantizers(wide, find_emulated("sglang")[1])
-    quotient = x / torch.tensor(THIRD).to(torch.bfloat16)
+def in_model_dtype(x: torch.Tensor) -> torch.Tensor:
+    """Divide in the dtype of the model, by a scale in that dtype."""
+    quotient = x / torch.tensor(THIRD).to(x.dtype)
     codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
-    expected = (codes.float() * torch.tensor(THIRD)).to(torch.bfloat16)
-    assert torch.equal(found[Role.K].fake(x).values.to(x.dtype), expected)
-    assert torch.equal(found[Role.Q].fake(x).values, cast(x, 1.0))
-
-
-@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
-@pytest.mark.parametrize("dialect", ["autofp8", "modelopt", "quark"])
-def test_vllm_rounds_scales_that_are_not_compressed_tensors(
-    wide: Subject, engine: str, dialect: str
-) -> None:
-    """VLLM 0.32 on a CPU held 0.0123291015625 for 0.0123456, with bfloat16."""
-    numerics = find_emulated(engine)[1]
-    rounded = quantizers(wide, numerics, (0.0123456,), dialect=dialect)
-    exact = quantizers(wide, numerics, (0.0123456,), dialect="compressed-tensors")
-    for role, quantizer in rounded.items():
-        assert float(quantizer.scale) == 0.0123291015625  # type: ignore[arg-type]
-        assert float(exact[role].scale) == pytest.approx(0.0123456, rel=1e-7)  # type: ignore[arg-type]
+    return (codes.float() * torch.tensor(THIRD)).to(x.dtype)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "held"), [("llama", 0.0123443603515625), ("gemma2", 0.0123291015625)]
+    ("engine", "role", "by_hand"),
+    [
+        ("vllm-cpu", Role.K, lambda x: by_reciprocal(x, THIRD, down=True)),
+        ("vllm-cpu", Role.V, lambda x: by_reciprocal(x, THIRD, down=True)),
+        ("vllm", Role.K, lambda x: cast(x, THIRD)),
+        ("vllm", Role.Q, lambda x: by_reciprocal(x, THIRD)),
+        ("sglang", Role.K, in_model_dtype),
+        ("sglang", Role.Q, lambda x: cast(x, 1.0)),
+    ],
 )
-def test_vllm_rounds_to_float16_where_it_serves_a_model_in_it(
-    wide: Subject, model_type: str, held: float
+def test_each_engine_divides_and_rounds_in_its_own_way(
+    engine: str, role: Role, by_hand: Callable[[torch.Tensor], torch.Tensor], wide: Subject
 ) -> None:
-    changes = {"checkpoint_dtype": "float16", "model_type": model_type}
-    half = replace(wide, geometry=wide.geometry.model_copy(update=changes))
-    found = quantizers(half, find_emulated("vllm")[1], (0.0123456,), dialect="quark")
-    assert float(found[Role.K].scale) == held  # type: ignore[arg-type]
-
-
-def test_a_scale_that_the_rounding_ruins_is_refused(wide: Subject) -> None:
-    geometry = wide.geometry.model_copy(update={"checkpoint_dtype": "float16"})
-    half = replace(wide, geometry=geometry)
-    for value, shown in ((2e-8, "0"), (7e4, "inf")):
-        with pytest.raises(VerificationError, match=rf"to float16, in which .* is {shown}"):
-            quantizers(half, find_emulated("vllm")[1], (value,), dialect="quark")
-        quantizers(half, find_emulated("vllm")[1], (value,), dialect="compressed-tensors")
-
-
-def test_sglang_misreads_modelopts_scales_of_latents(latent: Subject) -> None:
-    numerics = find_emulated("sglang")[1]
-    with pytest.raises(VerificationError, match="stores latents without these scales"):
-        quantizers(latent, numerics, dialect="modelopt")
-    ones = quantizers(latent, numerics, (1.0,), dialect="modelopt")
-    assert {float(quantizer.scale) for quantizer in ones.values()} == {1.0}  # type: ignore[arg-type]
+    x = X.to(torch.bfloat16) if engine == "sglang" else X
+    found = quantizers(wide, engine)[role].fake(x).values.to(x.dtype)
+    assert torch.equal(found, by_hand(x))
+    assert not torch.equal(cast(X, THIRD), by_reciprocal(X, THIRD))
 
 
 def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(wide: Subject) -> None:
-    found = quantizers(wide, find_emulated("vllm-cpu")[1], ((0.01, 0.07),), per_head=True)
+    found = quantizers(wide, "vllm-cpu", ((0.01, 0.07),), per_head=True)
     assert torch.equal(found[Role.K].fake(X).values, by_reciprocal(X, 0.07, down=True))
-    own = quantizers(wide, find_emulated("vllm")[1], ((0.01, 0.07),), per_head=True)[Role.K]
+    own = quantizers(wide, "vllm", ((0.01, 0.07),), per_head=True)[Role.K]
     expected = cast(X, torch.tensor([0.01, 0.07]).reshape(1, 2, 1, 1))
     assert torch.equal(own.fake(X).values, expected)
 
 
+HALF = {"checkpoint_dtype": "float16"}
+LONG, BFLOAT16, FLOAT16 = 0.0123456, 0.0123291015625, 0.0123443603515625
+
+
 @pytest.mark.parametrize(
-    ("engine", "dialect", "expected"),
+    ("family", "engine", "dialect", "changes", "given", "held"),
     [
-        ("vllm", "compressed-tensors", 1.0),
-        ("vllm", "modelopt", 1.0),
-        ("sglang", "kv-scales", 1.0),
-        ("reference", "", THIRD),
+        # vLLM 0.32 on a CPU held 0.0123291015625 for 0.0123456, with bfloat16
+        *(
+            ("wide", engine, dialect, {}, LONG, BFLOAT16)
+            for engine in ("vllm", "vllm-cpu")
+            for dialect in ("autofp8", "modelopt", "quark")
+        ),
+        ("wide", "vllm", "compressed-tensors", {}, LONG, LONG),
+        ("wide", "vllm-cpu", "compressed-tensors", {}, LONG, LONG),
+        ("wide", "vllm", "quark", HALF, LONG, FLOAT16),
+        ("wide", "vllm", "quark", {**HALF, "model_type": "gemma2"}, LONG, BFLOAT16),
+        ("wide", "vllm", "compressed-tensors", HALF, 7e4, 7e4),
+        ("wide", "vllm", "quark", HALF, 2e-8, "to float16, in which .* is 0"),
+        ("wide", "vllm", "quark", HALF, 7e4, "to float16, in which .* is inf"),
+        # latent attention
+        ("latent", "vllm", "compressed-tensors", {}, THIRD, 1.0),
+        ("latent", "vllm", "modelopt", {}, THIRD, 1.0),
+        ("latent", "sglang", "kv-scales", {}, THIRD, 1.0),
+        ("latent", "reference", "", {}, THIRD, THIRD),
+        ("latent", "sglang", "modelopt", {}, THIRD, "stores latents without these scales"),
+        ("latent", "sglang", "modelopt", {}, 1.0, 1.0),
     ],
 )
-def test_scales_of_latent_attention_reach(
-    engine: str, dialect: str, expected: float, latent: Subject
+def test_the_scale_that_an_engine_holds(
+    family: str,
+    engine: str,
+    dialect: str,
+    changes: dict[str, str],
+    given: float,
+    held: float | str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    found = quantizers(latent, find_emulated(engine)[1], dialect=dialect)
-    assert set(found) == {Role.K, Role.V}
-    for quantizer in found.values():
-        assert float(quantizer.scale) == pytest.approx(expected)  # type: ignore[arg-type]
+    subject: Subject = request.getfixturevalue(family)
+    subject = replace(subject, geometry=subject.geometry.model_copy(update=changes))
+    if isinstance(held, str):
+        with pytest.raises(VerificationError, match=held):
+            quantizers(subject, engine, (given,), dialect=dialect)
+        return
+    found = quantizers(subject, engine, (given,), dialect=dialect)
+    assert Role.Q not in found or family == "wide"
+    for role in (Role.K, Role.V):
+        assert float(found[role].scale) == pytest.approx(held, rel=1e-7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
 def test_an_e5m2_cache_has_no_scales_in(engine: str, wide: Subject) -> None:
     with pytest.raises(VerificationError, match=f"{engine} uses no scales with an e5m2 KV cache"):
-        quantizers(wide, find_emulated(engine)[1], fmt=E5M2)
-    ones = quantizers(wide, find_emulated(engine)[1], (1.0,), fmt=E5M2)
+        quantizers(wide, engine, fmt=E5M2)
+    ones = quantizers(wide, engine, (1.0,), fmt=E5M2)
     x = X.clone().clamp(-400, 400)
-    expected = cast(x, 1.0, torch.float8_e5m2)
-    if engine == "vllm-cpu":
-        expected = search_down(x, 1.0, torch.float8_e5m2)
-    assert torch.equal(ones[Role.K].fake(x).values, expected)
+    by_hand = search_down if engine == "vllm-cpu" else cast
+    assert torch.equal(ones[Role.K].fake(x).values, by_hand(x, 1.0, torch.float8_e5m2))
 
 
 @pytest.mark.parametrize(
@@ -222,9 +193,9 @@ def test_an_e5m2_cache_has_no_scales_in(engine: str, wide: Subject) -> None:
     ],
 )
 def test_saturation_in(
-    engine: str, values: tuple[float], fmt: Any, saturates: bool, wide: Subject
+    engine: str, values: tuple[float], fmt: Fp8Format, saturates: bool, wide: Subject
 ) -> None:
-    found = quantizers(wide, find_emulated(engine)[1], values, fmt=fmt)
+    found = quantizers(wide, engine, values, fmt=fmt)
     assert found[Role.K].saturates is found[Role.V].saturates is saturates
 
 
@@ -232,10 +203,6 @@ def test_saturation_in(
 
 Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
 INPUTS = torch.randn(7, 160, generator=torch.Generator().manual_seed(2)) * 3
-
-
-def test_the_values_of_these_tests_tell_a_reciprocal_from_a_division() -> None:
-    assert not torch.equal(cast(X, THIRD), by_reciprocal(X, THIRD))
 
 
 def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None) -> Candidate:

@@ -20,26 +20,6 @@ TEXT = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize(
-    ("name", "generation"),
-    [
-        ("h100", "sm_90"),
-        ("B200", "sm_100"),
-        ("MI300X", "gfx942"),
-        ("A100", "sm_80"),
-        ("RTX 4090", "sm_89"),
-        ("rtx-5090", "sm_120"),
-    ],
-)
-def test_gpu_has_its_generation(name: str, generation: str) -> None:
-    assert find_gpu(name).generation == generation
-
-
-def test_unknown_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="--gpu h1000: this GPU is not known"):
-        find_gpu("h1000")
-
-
-@pytest.mark.parametrize(
     ("engine", "gpu", "cache_type", "backends"),
     [
         ("vllm==0.33", "h100", "fp8", ("flash_attn", "flashinfer", "triton_attn")),
@@ -74,7 +54,12 @@ def test_why_a_gpu_does_not_serve_a_type_is_told(
     assert part in told
 
 
-def test_plan_refuses_a_gpu_of_which_nothing_is_known(tmp_path: Path) -> None:
+def test_unknown_gpus_are_refused(tmp_path: Path) -> None:
+    names = ("h100", "B200", "MI300X", "A100", "RTX 4090", "rtx-5090")
+    generations = ["sm_90", "sm_100", "gfx942", "sm_80", "sm_89", "sm_120"]
+    assert [find_gpu(name).generation for name in names] == generations
+    with pytest.raises(UsageError, match="--gpu h1000: this GPU is not known"):
+        find_gpu("h1000")
     zoo.save("llama", tmp_path / "m")
     with pytest.raises(UsageError, match=r"what SGLang .* serves on it is not known"):
         plan(tmp_path / "m", data=TEXT, engine="sglang", gpu="h100", max_bytes="90%")

@@ -36,7 +36,7 @@ from fp8calib.verification.report import (
 )
 from fp8calib.verification.tables import candidates_table
 from tests.kit.reports import make_candidate, make_layer, make_small
-from tests.verification.sample_report import make_report
+from tests.verification.sample_report import OVERLAY, make_report
 
 LOADERS = {"src", "srcset", "data", "poster", "action", "background", "xlink:href"}
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>&amp;"
@@ -74,38 +74,47 @@ def read(report: VerifyReport, command: str = "") -> Reader:
 
 # --- what it says ------------------------------------------------------------------------------
 
+CLIPS = Decision(headline="Use a, which passes.", details="a: model.layers.3.self_attn.k clips.")
+PROVENANCE = RunProvenance(
+    date="2026-01-02T03:04:05+00:00",
+    command="fp8calib verify the/model",
+    model_hash="ab" * 32,
+    data_hash="cd" * 32,
+    versions={"fp8calib": "9.9", "torch": "2.x"},
+)
+LOST = WorstText(candidate="a", sequence=3, kld=0.5, before="... as", worst="typed", worst_kld=7.25)
+SAYS: dict[str, tuple[VerifyReport, str, int, list[str]]] = {
+    # the report, a word of the page, how far behind it words begin, and these words
+    "the conclusion": (
+        make_small(decision=CLIPS), "the/model", 0,
+        ["the/model", "Use a, which passes.", "a: model.layers.3.self_attn.k clips.",
+         "vllm serve a"],
+    ),
+    "the figures of a verdict": (
+        make_small(has_gate=True), "Same token", 1,
+        ["out/overlay", "KV cache", "! warn", "between 1.01 and 1.05 (kv gate)",
+         "0.0671 \u00b1 0.0034", "0.8920", "1.0123 \u00b1 0.0045", "92.87%"],
+    ),
+    "what it was made from": (
+        make_small(provenance=PROVENANCE), "Provenance", 1,
+        ["Versions", "fp8calib 9.9, torch 2.x", "Date", "2026-01-02T03:04:05+00:00",
+         "Command", "fp8calib verify the/model", "Run", "62 s on cpu",
+         "Hash of the model", "ab" * 32, "Hash of the text", "cd" * 32],
+    ),
+    "texts that lose": (
+        make_small(worst_texts=(LOST,)), "Texts that lose most with a", 6,
+        ["3", "0.5000", "typed", "7.2500", "... as"],
+    ),
+}  # fmt: skip
 
-def test_the_first_screen_is_the_conclusion_the_command_and_the_candidates() -> None:
-    report = make_small(
-        decision=Decision(
-            headline="Use a, which passes.", details="a: model.layers.3.self_attn.k clips."
-        ),
-    )
+
+@pytest.mark.parametrize(("report", "after", "skip", "expected"), SAYS.values(), ids=SAYS)
+def test_the_page_says(report: VerifyReport, after: str, skip: int, expected: list[str]) -> None:
     words = read(report, command="vllm serve a").words
-    first = words.index("the/model")
-    assert words[first : first + 4] == [
-        "the/model",
-        "Use a, which passes.",
-        "a: model.layers.3.self_attn.k clips.",
-        "vllm serve a",
-    ]
+    first = words.index(after) + skip
+    assert words[first : first + len(expected)] == expected
     run = "vLLM 9.8.7, emulated \u00b7 4,095 tokens in 3 sequences (one.jsonl, two.txt)"
     assert any(word.startswith(run) for word in words)
-
-
-def test_the_table_holds_the_figures_that_a_verdict_rests_on() -> None:
-    reader = read(make_small(has_gate=True))
-    first = reader.words.index("Same token") + 1
-    assert reader.words[first : first + 8] == [
-        "out/overlay",
-        "KV cache",
-        "! warn",
-        "between 1.01 and 1.05 (kv gate)",
-        "0.0671 \u00b1 0.0034",
-        "0.8920",
-        "1.0123 \u00b1 0.0045",
-        "92.87%",
-    ]
 
 
 def test_without_a_gate_the_table_has_no_verdict_and_its_numbers_stay_numbers() -> None:
@@ -113,31 +122,6 @@ def test_without_a_gate_the_table_has_no_verdict_and_its_numbers_stay_numbers() 
     assert plain.columns == [each for each in gated.columns if each != "verdict"]
     kinds = [gated.kind_of(gated.columns.index(each)) for each in plain.columns]
     assert [plain.kind_of(index) for index in range(len(plain.columns))] == kinds
-
-
-def test_the_page_ends_with_what_it_was_made_from() -> None:
-    provenance = RunProvenance(
-        date="2026-01-02T03:04:05+00:00",
-        command="fp8calib verify the/model",
-        model_hash="ab" * 32,
-        data_hash="cd" * 32,
-        versions={"fp8calib": "9.9", "torch": "2.x"},
-    )
-    words = read(make_small(provenance=provenance)).words
-    assert words[words.index("Provenance") + 1 :][:12] == [
-        "Versions",
-        "fp8calib 9.9, torch 2.x",
-        "Date",
-        "2026-01-02T03:04:05+00:00",
-        "Command",
-        "fp8calib verify the/model",
-        "Run",
-        "62 s on cpu",
-        "Hash of the model",
-        "ab" * 32,
-        "Hash of the text",
-        "cd" * 32,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -157,15 +141,6 @@ def test_a_verdict_is_a_word_and_not_a_colour_alone(verdict: Verdict, badge: str
     assert badges == [f"badge {verdict}"]
 
 
-def test_the_texts_that_lose_most_are_quoted() -> None:
-    text = WorstText(
-        candidate="a", sequence=3, kld=0.5, before="... as", worst="typed", worst_kld=7.25
-    )
-    words = read(make_small(worst_texts=(text,))).words
-    first = words.index("Texts that lose most with a")
-    assert words[first + 6 : first + 11] == ["3", "0.5000", "typed", "7.2500", "... as"]
-
-
 def test_linears_that_read_one_input_share_a_row() -> None:
     def row(linear: str, amax: float = 3.0, layer: int = 4) -> LayerResult:
         site = f"model.layers.{layer}.self_attn.{linear}.input"
@@ -180,41 +155,20 @@ def test_linears_that_read_one_input_share_a_row() -> None:
     ]
 
 
+KLDS, END = "KLD by sequence and by position", "Provenance"
+ALL = [
+    *("Warnings", "The kv gate", KLDS, f"Texts that lose most with {OVERLAY}"),
+    *("SQNR by layer", "Tensors that lose most", "Scale rules", END),
+]
+ONE_LAYER = make_small(layers=(make_layer("out/overlay", 0),))
+
+
 @pytest.mark.parametrize(
     ("report", "gate", "headings"),
     [
-        (
-            make_report(),
-            "kv",
-            [
-                "Warnings",
-                "The kv gate",
-                "KLD by sequence and by position",
-                "Texts that lose most with SmolLM2-135M-fp8calib/kv-overlay",
-                "SQNR by layer",
-                "Tensors that lose most",
-                "Scale rules",
-                "Provenance",
-            ],
-        ),
-        (
-            make_small(),
-            "",
-            [
-                "KLD by sequence and by position",
-                "Provenance",
-            ],
-        ),
-        (
-            make_small(layers=(make_layer("out/overlay", 0),)),
-            "",
-            [
-                "KLD by sequence and by position",
-                "SQNR by layer",
-                "Tensors of lowest SQNR",
-                "Provenance",
-            ],
-        ),
+        (make_report(), "kv", ALL),
+        (make_small(), "", [KLDS, END]),
+        (ONE_LAYER, "", [KLDS, "SQNR by layer", "Tensors of lowest SQNR", END]),
     ],
 )
 def test_a_page_has_the_parts_that_its_report_has(
@@ -240,32 +194,23 @@ def test_nothing_on_the_page_is_loaded_from_anywhere() -> None:
     assert [str(policy).split(";")[0] for policy in policies] == ["default-src 'none'"]
 
 
-def test_names_are_text_wherever_they_stand() -> None:
+def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
     hostile = make_small(
         model=HOSTILE,
         decision=Decision(headline=HOSTILE),
-        data=(HOSTILE,),
+        data=(HOSTILE, "caf\udce9.txt"),
         warnings=(HOSTILE,),
         candidates=(make_candidate(HOSTILE, verdict_why=HOSTILE, description=HOSTILE),),
         layers=(make_layer(HOSTILE, 0, sqnr_db=9.0, clipped=0.5),),
-        worst_texts=(
-            WorstText(
-                candidate="a", sequence=1, kld=0.5, before=HOSTILE, worst=HOSTILE, worst_kld=1.0
-            ),
-        ),
+        worst_texts=(LOST.model_copy(update={"before": HOSTILE, "worst": HOSTILE}),),
     )
-    reader = Reader(render_page(hostile, gate=GATES["kv"]))
+    write_page(hostile, tmp_path / "page.html", gate=GATES["kv"])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "caf?.txt" in page  # its name is no UTF-8
+    reader = Reader(page)
     tags = [tag for tag, _ in reader.elements]
     assert (tags.count("script"), tags.count("img")) == (0, 0)
     assert reader.words.count(HOSTILE) == 10
-
-
-# --- writing it --------------------------------------------------------------------------------
-
-
-def test_the_names_of_files_that_are_no_utf_8_do_not_stop_it(tmp_path: Path) -> None:
-    write_page(make_small(data=("caf\udce9.txt",)), tmp_path / "page.html")
-    assert "caf?.txt" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_scale_one_is_no_choice_beside_fp8_weights_alone() -> None:
@@ -320,9 +265,6 @@ def list_texts(figure: Figure, tag: str = "text") -> list[str]:
     return [str(text.text) for text in parse(figure).iter(tag)]
 
 
-# --- axes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "low", "high", "first"),
     [
@@ -339,9 +281,6 @@ def test_a_log_axis_holds_the_values_and_names_what_is_at_its_end(
     assert (axis.low, axis.high) == (pytest.approx(low), high)
     assert axis.ticks[0] == (pytest.approx(low), first)
     assert axis.y(0.0) == FLOOR
-
-
-# --- the gate ----------------------------------------------------------------------------------
 
 
 def test_the_gate_is_a_bar_with_its_error_beside_the_limits() -> None:
@@ -375,9 +314,6 @@ def test_the_divergence_has_the_limit_of_the_gate(gate: Gate, named: str, limit:
     assert list_paths(figure, "interval") == []
 
 
-# --- KLD ---------------------------------------------------------------------------------------
-
-
 def test_sequences_are_sorted_and_a_divergence_of_zero_is_a_gap() -> None:
     klds = {"a": (1e-2, 1.0, 0.0, 1e-1), "b": (0.0,) * 4}
     report = make_small(candidates=(make_candidate("a"), make_candidate("b")), sequence_klds=klds)
@@ -404,9 +340,6 @@ def test_an_interval_is_a_standard_error_to_both_sides() -> None:
     assert ends == pytest.approx([TOP + decade, TOP], abs=0.06)
     tips = [text.split("\n")[0] for text in list_texts(figure, "title")]
     assert tips == ["positions 1 to 1", "positions 2 to 3"]
-
-
-# --- SQNR by layer -----------------------------------------------------------------------------
 
 
 def test_a_layer_that_does_not_fit_is_drawn_with_the_limit_and_gaps() -> None:
@@ -454,9 +387,6 @@ def test_nothing_is_drawn_where_nothing_is_lost() -> None:
     assert [figure.title for figure in section.figures] == ["Queries"]
     found = "Queries: scale-1.0 does not fit layers 0, 1."
     assert section.findings == [*sentences, found]
-
-
-# --- histograms --------------------------------------------------------------------------------
 
 
 def draw_histogram(**more: Any) -> Figure:

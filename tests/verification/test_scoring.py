@@ -151,18 +151,6 @@ def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None
     assert sum(rows) == 3 * (35 + 38)
 
 
-def test_a_token_after_padding_is_scored_nowhere() -> None:
-    """Only the lengths count: what stands on padding may be anything, NaN included."""
-    batch = BATCHES[0]
-    hidden = torch.randn(*batch.input_ids.shape, 16)
-    for row, length in enumerate(batch.lengths):
-        hidden[row, length - 1 :] = torch.nan
-    matrix = torch.randn(16, 128)
-    found = score_batch(batch, hidden, [hidden], lambda rows: rows @ matrix, 128)
-    assert all(bool(scores.logprobs.isfinite().all()) for scores in found)
-    assert len(found[1].klds) == 35
-
-
 def test_a_divergence_by_hand() -> None:
     """P = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): KL = 1/2 ln 2 - 1/4 ln 2."""
     batch = Batch(first=0, input_ids=torch.tensor([[0, 2]]), lengths=(2,))

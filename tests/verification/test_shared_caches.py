@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.models.gemma3n import modeling_gemma3n
 
 import fp8calib
@@ -22,6 +21,7 @@ from fp8calib.formats.read import read_scales
 from fp8calib.verification.candidates import build_kv_candidate
 from tests import zoo
 from tests.architectures.families import FAMILIES, build
+from tests.kit.checkpoints import change_json, change_tensors
 from tests.verification.by_hand import (
     BATCHES,
     HandCache,
@@ -56,18 +56,15 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bare(overlay: Path) -> Path:
     """Take the scales of the shared layers out of it."""
-    folder = overlay.parent / "bare"
-    shutil.copytree(overlay, folder)
-    for path, tensors in list_scale_files(folder):
-        index = folder / "model.safetensors.index.json"
-        kept = {name: x for name, x in tensors.items() if find_layer(name) not in PRODUCERS}
-        assert len(kept) == len(tensors) - 4
-        for name in tensors.keys() - kept.keys():
-            index.write_text(index.read_text().replace(f'"{name}"', f'"{name}.gone"'))
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        path.unlink()
-        save_file(kept, path, metadata)
+    folder = Path(shutil.copytree(overlay, overlay.parent / "bare"))
+    (path,) = (p for p in folder.glob("*.safetensors") if any("k_scale" in n for n in load_file(p)))
+    gone = {name: None for name in load_file(path) if find_layer(name) in PRODUCERS}
+    assert len(gone) == 4
+    change_tensors(folder, gone, path.name)
+    change_json(
+        folder / "model.safetensors.index.json",
+        lambda index: [index["weight_map"].pop(name) for name in gone],
+    )
     return folder
 
 
@@ -84,13 +81,6 @@ def test_some_of_the_layers_that_share_a_cache_cannot_stay_in_16_bits(overlay: P
     assert sites == {1, 3}
 
 
-def list_scale_files(folder: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(path)
-        if any(name.endswith("k_scale") for name in tensors):
-            yield path, tensors
-
-
 def find_layer(name: str) -> int:
     return int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) if ".layers." in name else -1
 
@@ -101,17 +91,17 @@ def test_a_layer_without_scales_of_its_own_misreads_the_cache(
 ) -> None:
     assert fp8calib.check(overlay, engine=engine).ok
     layers = fp8calib.check(bare, engine=engine).engines[engine].layers
-    (_, tensors), *_ = list_scale_files(bare)
-    for layer in layers[:2]:
-        assert layer.ok
+    assert [layer.ok for layer in layers] == [True, True, False, False]
+    tensors = {
+        name: x for path in bare.glob("*.safetensors") for name, x in load_file(path).items()
+    }
     for layer in layers[2:]:
         producer = PRODUCERS[layer.layer]
         for role, verdict in (("k", layer.k), ("v", layer.v)):
             (name,) = (n for n in tensors if f".{producer}." in n and n.endswith(f"{role}_scale"))
             assert verdict.status == "misread"
-            scale = float(tensors[name])
-            words = f"the cache of layer {producer}, which is written with {scale:.4g}, with 1"
-            assert words in verdict.why
+            written = f"layer {producer}, which is written with {float(tensors[name]):.4g}, with 1"
+            assert f"the cache of {written}" in verdict.why
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
