@@ -349,6 +349,36 @@ FAILED_ONE = candidate(SCALE_ONE, 0.006, FAIL)
 ADDS = "At scale 1.0 v of layer 3 clips, which adds KLD +0.0020 ± 0.0005 to the 0.0040 ± 0.0002"
 COLLAPSE = "Scale 1.0 predicts another token than the unquantized model 50% of the time."
 
+
+def describe(**more: Any) -> Decision:
+    """Describe a weight, or an input whose scale covers 6.6, of a candidate that passes."""
+    values: dict[str, Any] = {"role": "input", "scale": 6.6 / 448, "largest": 6.6, "sqnr_db": 9.0}
+    layers = [row("mine", **values | more)]
+    return settle(candidates=[candidate("mine", 0.1)], layers=layers, fits={}, kv=None)
+
+
+def misfit(**more: Any) -> Decision:
+    """Decide on KV scales that do not fit layer 3."""
+    return conclude(YES, MINE, fits={"mine": [fit(3, **more)]})
+
+
+def query() -> Decision:
+    """Scales of K and V do not change q: they fix layer 3, and leave layer 7."""
+    return settle(
+        candidates=(MINE, candidate(SCALE_ONE, 0.1)),
+        layers=[row("mine"), row("mine", "q", site=QUERY.site, layer=7, scale=1.0), row(SCALE_ONE)],
+        fits={"mine": [QUERY], SCALE_ONE: [CLIPS, QUERY]},
+        kv=need(WORSE, CLIPS, QUERY),
+    )
+
+
+def wrong(db: float, *roles: str) -> Decision:
+    """Decide on a checkpoint that fails, whose scales of V clip if it has any."""
+    layers = [row("q", role, sqnr_db=db) for role in roles]
+    fits = {"q": [CLIPS]} if "v" in roles else {}
+    return settle(candidates=[candidate("q", 0.5, FAIL)], layers=layers, fits=fits, kv=None)
+
+
 CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
     # what is decided, from what, the remedy, the headline, and a line of the details
     ("serve 1.0", lambda: conclude(NO, MINE), Remedy.SERVE, f"{NEEDS_NONE}.",
@@ -429,6 +459,27 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
      "a gets a warning: KLD 0.0300 ± 0.0001", ""),
     ("weights: no gate", lambda: weights(candidate("a", 0.03, WARN)), Remedy.USE,
      "a costs KLD 0.0300 ± 0.0001", ""),
+    ("weights: wrong scales", lambda: wrong(-143.0, "weight"), Remedy.CHECK, "",
+     "The scales of layers.3.attn.weight are wrong"),
+    ("weights: scales that fit", lambda: wrong(31.0, "weight"), Remedy.FIND_LAYERS, "", ""),
+    ("weights: wrong scales of a cache", lambda: wrong(31.0, "weight", "v"), Remedy.CHECK, "",
+     f"The scales of {CLIPS.site} are wrong"),
+    ("weights: distorted", lambda: describe(role="weight", sqnr_db=12.0, scale=None), Remedy.USE,
+     "", "mine: attn.weight of layer 3 is distorted."),
+    ("an input clips", lambda: describe(amax=12.0, clipped=4e-6, flushed=6.7e-4), Remedy.USE,
+     "", "mine: attn.input of layer 3 clips."),
+    ("an input is distorted", lambda: describe(amax=6.0, flushed=0.25), Remedy.USE, "",
+     "mine: attn.input of layer 3 is distorted."),
+    ("v is zeroed", lambda: misfit(loss_db=2.0), Remedy.CALIBRATE, "",
+     "mine: v of layer 3 is partly zeroed."),
+    ("v clips", lambda: misfit(loss_db=5.0, clips=True, flushed=0.02), Remedy.CALIBRATE, "",
+     "mine: v of layer 3 clips."),
+    ("q has no scale", query, Remedy.SCALE_QUERY,
+     f"{NEEDS}, and mine has no scale for q of layer 7.",
+     "At scale 1.0 v of layer 3 clips and q of layer 7 is partly zeroed, "),
+    ("the cost of scales that fit is told once",
+     lambda: conclude(YES, MINE.model_copy(update={"kld_se": 0.0002})), Remedy.USE, "",
+     f"{ADDS} that FP8 costs with scales that fit."),
 ]  # fmt: skip
 
 
@@ -458,77 +509,11 @@ def test_the_command_serves_what_the_answer_says_to_use() -> None:
     assert (found.remedy, found.candidate) == (Remedy.USE, "fp8")
 
 
-def test_q_is_told_from_k_and_v() -> None:
-    """Scales of K and V do not change q: they fix layer 3, and leave layer 7."""
-    query = row("mine", "q", site=QUERY.site, layer=7, scale=1.0)
-    found = settle(
-        candidates=(MINE, candidate(SCALE_ONE, 0.1)),
-        layers=[row("mine"), query, row(SCALE_ONE)],
-        fits={"mine": [QUERY], SCALE_ONE: [CLIPS, QUERY]},
-        kv=need(WORSE, CLIPS, QUERY),
-    )
-    assert (found.remedy, found.candidate) == (Remedy.SCALE_QUERY, "mine")
-    assert "At scale 1.0 v of layer 3 clips and q of layer 7 is partly zeroed, " in found.details
-    assert found.headline == f"{NEEDS}, and mine has no scale for q of layer 7."
-
-
-def describe(**more: Any) -> str:
-    """Describe a weight, or an input whose scale covers 6.6, of a candidate that passes."""
-    values: dict[str, Any] = {"role": "input", "scale": 6.6 / 448, "largest": 6.6, "sqnr_db": 9.0}
-    layers = [row("mine", **values | more)]
-    return settle(candidates=[candidate("mine", 0.1)], layers=layers, fits={}, kv=None).details
-
-
-def misfit(**more: Any) -> str:
-    """Describe KV scales that do not fit layer 3."""
-    return conclude(YES, MINE, fits={"mine": [fit(3, **more)]}).details
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (
-            describe(role="weight", sqnr_db=12.0, scale=None),
-            "mine: attn.weight of layer 3 is distorted.",
-        ),
-        (describe(amax=12.0, clipped=4e-6, flushed=6.7e-4), "mine: attn.input of layer 3 clips."),
-        (describe(amax=6.0, flushed=0.25), "mine: attn.input of layer 3 is distorted."),
-        (misfit(loss_db=2.0), "mine: v of layer 3 is partly zeroed."),
-        (misfit(loss_db=5.0, clips=True, flushed=0.02), "mine: v of layer 3 clips."),
-    ],
-)
-def test_what_a_scale_does_to_its_values_is_described(found: str, said: str) -> None:
-    assert found.endswith(said)
-
-
-@pytest.mark.parametrize(("db", "remedy"), [(-143.0, Remedy.CHECK), (31.0, Remedy.FIND_LAYERS)])
-def test_weights_whose_scales_are_wrong_are_checked_not_planned(db: float, remedy: Remedy) -> None:
-    report = make_small(
-        candidates=(make_candidate("q", verdict=Verdict.FAIL),),
-        layers=(make_layer("q", 0, "weight", sqnr_db=db),),
-    )
-    found = conclude_report(report).decision
-    assert found.remedy is remedy
-    assert ("self_attn.weight are wrong" in found.details) == (remedy is Remedy.CHECK)
-
-
-def test_scales_of_a_cache_that_do_not_fit_are_checked_not_planned() -> None:
-    found = settle(
-        candidates=[candidate("q", 0.5, FAIL)],
-        layers=[row("q", "weight"), row("q", "v")],
-        fits={"q": [CLIPS]},
-        kv=None,
-    )
-    assert found.remedy is Remedy.CHECK
-    assert f"The scales of {CLIPS.site} are wrong" in found.details
-
-
 # --- the smallest candidate that passes, and what is no choice -----------------------------------
 
 
 SIZES = {SCALE_ONE: 200, "overlay": 200, "static": 100, "dynamic": 104, "block": 106}
 KLDS = {SCALE_ONE: 0.002, "overlay": 0.001, "static": 0.03, "dynamic": 0.02, "block": 0.01}
-PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
 
 
 @pytest.mark.parametrize(
@@ -572,8 +557,3 @@ def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen(
         assert found.headline == f"Serve {place}: KLD {KLDS[chosen]:.4f} ± 0.0010."
     unusable = report.model_copy(update={"unusable": tuple(spell(each) for each in verdicts)})
     assert not choose_smallest(unusable, sizes).candidate
-
-
-def test_the_cost_of_scales_that_fit_is_told_once() -> None:
-    mine = MINE.model_copy(update={"kld_se": 0.0002})
-    assert conclude(YES, mine).details == f"{ADDS} that FP8 costs with scales that fit."
