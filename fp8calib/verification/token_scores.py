@@ -23,6 +23,8 @@ _PRODUCT_BLOCKS = 3
 _REDUCED_AT_ONCE, _REDUCED_AT_ONCE_GPU = 2**19, 2**26
 """On a CPU so few elements that they stay in its cache from one reduction to the next; on a GPU so
 few that their fp32 takes less than the logits."""
+_BLOCK = 256
+"""Columns in which the place of a largest element is looked for."""
 _REDUCTIONS = 6
 """Tensors of so many elements that one reduction holds."""
 
@@ -161,11 +163,11 @@ def _score_rows(
     if len(logits) == 1:
         return scores
     probabilities = torch.softmax(logits[0], -1, dtype=torch.float32)
-    best = logits[0].max(-1, keepdim=True).indices  # the first of equal ones
+    best = find_largest(logits[0])
     for found in logits[1:]:
         candidate = torch.log_softmax(found, -1, dtype=torch.float32)
         logprobs = candidate.gather(1, targets).squeeze(1)
-        top = found.max(-1, keepdim=True).indices
+        top = find_largest(found)
         agrees = (top == best).squeeze(1)
         ties = (found.gather(1, best) == found.gather(1, top)).squeeze(1) & ~agrees
         difference = torch.sub(reference, candidate, out=candidate)
@@ -180,6 +182,28 @@ def _score_rows(
             )
         )
     return scores
+
+
+def find_largest(logits: torch.Tensor) -> torch.Tensor:
+    """Find the place of the largest element of each row, the first of equal ones: [N, V] -> [N, 1].
+
+    On a CPU torch finds the largest values of blocks three to eight times as fast as a place among
+    all, so that the place is looked for in one block.
+    """
+    found: torch.Tensor
+    if logits.device.type != "cpu":
+        found = logits.max(-1, keepdim=True).indices
+        return found
+    rows, size = logits.shape
+    count = size // _BLOCK
+    largest = logits[:, : count * _BLOCK].view(rows, count, _BLOCK).amax(-1)
+    if count * _BLOCK < size:
+        rest = logits[:, count * _BLOCK :].amax(-1, keepdim=True)
+        largest = torch.cat([largest, rest], 1)
+    first = largest.argmax(-1, keepdim=True) * _BLOCK
+    columns = (first + torch.arange(_BLOCK)).clamp_(max=size - 1)
+    found = columns.gather(1, logits.gather(1, columns).argmax(-1, keepdim=True))
+    return found
 
 
 def predicted_positions(lengths: Sequence[int]) -> torch.Tensor:
