@@ -51,7 +51,7 @@ class Streaming:
     scratch: Path
     """The folder of that file."""
     copies_ahead: bool = False
-    """A GPU has room for two layers: the next one is copied while a layer computes."""
+    """Whether the next layer is copied to the GPU while a layer computes: there is room for two."""
     hidden_gpu_bytes: int = 0
     """Hidden states up to this stay on the GPU."""
 
@@ -66,9 +66,9 @@ class StreamedLayer:
     weights: WeightSource
     """Reads its parameters from `held`."""
     copied: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Its parameters on the GPU, where they are copied ahead."""
+    """Its parameters on the GPU; empty if they are not copied ahead."""
     ready: torch.cuda.Event | None = None
-    """Follows these copies."""
+    """Recorded after these copies."""
 
 
 class StreamedModel:
@@ -98,7 +98,7 @@ class StreamedModel:
         if streaming.copies_ahead:
             self._copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._computed: torch.cuda.Event | None = None
-        """Follows all use of the last layer that was dropped."""
+        """Recorded after the last use of the layer that was dropped last."""
 
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
@@ -123,12 +123,12 @@ class StreamedModel:
         def read(layer: Layer, part: ModelPart, earlier: torch.cuda.Event | None) -> StreamedLayer:
             held = self._loader.read(part)
             weights = self._loader.weights.reading_from(held)
-            found = StreamedLayer(layer=layer, part=part, held=held, weights=weights)
+            loaded = StreamedLayer(layer=layer, part=part, held=held, weights=weights)
             if self._copying is not None and layer.index >= first:
                 if earlier is not None:
                     earlier.synchronize()  # the GPU has room for two layers, not for three
-                self._copy(found, self._copying)
-            return found
+                self._copy(loaded, self._copying)
+            return loaded
 
         def begin_next() -> None:
             if not reading and (following := next(unread, None)) is not None:
@@ -150,8 +150,8 @@ class StreamedModel:
     def _copy(self, layer: StreamedLayer, stream: torch.cuda.Stream) -> None:
         """Copy a layer to the GPU, on a stream of its own, in the thread that reads ahead.
 
-        The memory is pageable: the driver stages it and blocks this thread, which the disk blocks
-        too, but no other stream. Pinned memory would take another copy here.
+        Copies from pageable memory block this thread, which waits for the disk anyway, but no other
+        stream. Pinned memory would need one more copy.
         """
         try:
             with torch.cuda.stream(stream):
@@ -194,7 +194,7 @@ class StreamedModel:
             yield name, tensor
 
     def placed_towers(self) -> AbstractContextManager[None]:
-        """Put the weights of what runs before the decoder into the model."""
+        """Put the weights of what runs before the decoder (vision, audio) into the model."""
         return self._loader.placed(self._loader.towers())
 
     @contextmanager
@@ -219,7 +219,7 @@ class StreamedModel:
             try:
                 yield steps
             finally:
-                steps.check()  # it explains NaN that ended the run
+                steps.check()  # which explains NaN, also if they ended the run
 
     @contextmanager
     def load_rest_on_demand(self) -> Iterator[None]:
@@ -248,10 +248,12 @@ class StreamedModel:
 def open_streamed(
     prepared: PreparedModel, checkpoint: Checkpoint, tokens: torch.Tensor, streaming: Streaming
 ) -> Iterator[StreamedModel]:
-    """Prepare a model that was built without weights for streaming.
+    """Prepare a model for streaming: it is built without weights, in the dtype of `streaming`.
 
-    It is built in the dtype it computes in. Only the embeddings of `tokens` (int64, any
-    shape) are read.
+    Only the embeddings of `tokens` (int64, any shape) are read.
+
+    Raises:
+        ModelError: a buffer is neither stored nor computed by transformers.
     """
     keep_freed_memory()
     weights, dtype, device = prepared.weights, streaming.dtype, streaming.device
