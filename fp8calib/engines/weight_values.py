@@ -26,11 +26,12 @@ from fp8calib.numerics.formats import SMALLEST_SCALE
 
 _AT_ONCE_BYTES = 2**26
 _SHOWN = 3
-_MAGNITUDE, _LARGEST = 0x7F, (0x7E, 0x7D)
-"""The bits without the sign, and the codes of 448 and 416 in e4m3fn."""
-_MOST_LARGEST, _MOST_PEAK = 0.05, 2
-"""A matrix counts as clipped if more than this share of its codes is 448, and if they are more than
-this many times as frequent as codes of 416.
+_MAGNITUDE = 0x7F
+"""All bits of an e4m3fn code but the sign."""
+_CODE_448, _CODE_416 = 0x7E, 0x7D
+_MAX_SHARE, _MAX_RATIO = 0.05, 2
+"""A matrix counts as clipped if the share of codes of 448 exceeds the first number, and their ratio
+to codes of 416 the second.
 
 With scales from amax the share is at most 2 %, and the ratio 1.9 (SmolLM2-135M, 2,385 matrices of
 other tools); with scales half as large for each row they are 6 % and 4.
@@ -56,7 +57,7 @@ class WeightValues:
             engine = engine.suspect(_join(self.suspicious))
         if not self.faults:
             return engine
-        if engine.weights is not None:  # a fault of its own stands there
+        if engine.weights is not None:  # it tells another fault
             return engine.add_problems(_join(self.faults))
         verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=NOT_FINITE_FIX)
         return engine.model_copy(update={"weights": verdict})
@@ -87,7 +88,7 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                     fault, zero_rows, share = _examine(opened, name, entry, progress)
                     if fault:
                         faults.append(fault)
-                    if share > _MOST_LARGEST:
+                    if share > _MAX_SHARE:
                         why = "it was quantized with a scale that is too small"
                         suspicious.append(
                             f"{share:.0%} of {shorten(name)} has the largest code: {why}"
@@ -108,47 +109,50 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
 def _examine(
     file: TensorFile, name: str, entry: TensorEntry, progress: Progress
 ) -> tuple[str, int, float]:
-    """Describe the NaN and infinities of a tensor, and count the rows of zeros of a matrix.
+    """Describe the NaN and infinities of a tensor, and count rows of zeros and clipped codes.
 
     Returns:
-        The fault (empty if all values are finite), the number of rows of zeros, and the share of
-        the code of 448 in a matrix of e4m3fn. The share is 0 if the code of 416 is nearly as
+        The fault (empty if all values are finite); the number of rows of zeros of a matrix; the
+        share of codes of 448 in a matrix of e4m3fn. The share is 0 if the code of 416 is nearly as
         frequent (nothing is clipped) or absent (the matrix is ternary).
     """
     dtype = TORCH_DTYPES[entry.dtype]
     itemsize = dtype.itemsize
     row_bytes = entry.shape[-1] * itemsize if entry.shape else itemsize
     step = max(1, _AT_ONCE_BYTES // row_bytes) * row_bytes
-    number, zero_rows, first = 0, 0, -1
+    num_wrong, first_wrong = 0, -1
+    num_zero_rows, num_448, num_416 = 0, 0, 0
     is_matrix = len(entry.shape) > 1
-    tops = np.zeros(2, np.int64)
+    # Rows are compared with zero in words of several values; -0.0 counts as zero.
     word = np.dtype("u8" if row_bytes % 8 == 0 else f"u{itemsize}")
-    minus = torch.full((8 // itemsize,), -0.0).to(dtype).view(torch.uint8).numpy().view(word)[0]
+    signs = torch.full((8 // itemsize,), -0.0).to(dtype).view(torch.uint8).numpy().view(word)[0]
     for start in range(0, entry.size_bytes, step):
         data = file.read_bytes(name, start, min(start + step, entry.size_bytes)).numpy()
-        found = np.flatnonzero(_find_wrong(data, dtype))
-        if len(found) and not number:
-            first = start // itemsize + int(found[0])
-        number += len(found)
+        wrong = np.flatnonzero(_mark_not_finite(data, dtype))
+        if len(wrong) and not num_wrong:
+            first_wrong = start // itemsize + int(wrong[0])
+        num_wrong += len(wrong)
         if is_matrix and dtype is torch.float8_e4m3fn:
-            tops += [np.count_nonzero((data & _MAGNITUDE) == code) for code in _LARGEST]
+            magnitudes = data & _MAGNITUDE
+            num_448 += int(np.count_nonzero(magnitudes == _CODE_448))
+            num_416 += int(np.count_nonzero(magnitudes == _CODE_416))
         if is_matrix:
             words = data.view(word).reshape(len(data) // row_bytes, -1)
             rows = np.bitwise_or.reduce(words, axis=1)
-            zero_rows += int(np.count_nonzero((rows & ~minus) == 0))
+            num_zero_rows += int(np.count_nonzero((rows & ~signs) == 0))
         progress.advance(len(data))
-    is_peak = 0 < _MOST_PEAK * tops[1] < tops[0]
-    share = float(tops[0]) / entry.size_bytes if is_peak else 0.0
-    if not number:
-        return "", zero_rows, share
-    code = file.read_bytes(name, first * itemsize, (first + 1) * itemsize)
+    is_clipped = 0 < _MAX_RATIO * num_416 < num_448
+    share = num_448 / entry.size_bytes if is_clipped else 0.0
+    if not num_wrong:
+        return "", num_zero_rows, share
+    code = file.read_bytes(name, first_wrong * itemsize, (first_wrong + 1) * itemsize)
     what = "NaN" if code.view(dtype).float().isnan() else "infinity"
-    place = [int(each) for each in np.unravel_index(first, entry.shape or (1,))]
-    counted = f"{number:,} of its {entry.size_bytes // itemsize:,} values are not finite"
-    return f"{shorten(name)} holds {what} at {place}: {counted}", zero_rows, share
+    place = [int(each) for each in np.unravel_index(first_wrong, entry.shape or (1,))]
+    counted = f"{num_wrong:,} of its {entry.size_bytes // itemsize:,} values are not finite"
+    return f"{shorten(name)} holds {what} at {place}: {counted}", num_zero_rows, share
 
 
-def _find_wrong(data: NDArray[np.uint8], dtype: torch.dtype) -> NDArray[np.bool_]:
+def _mark_not_finite(data: NDArray[np.uint8], dtype: torch.dtype) -> NDArray[np.bool_]:
     """Mark the values that are NaN or infinity, by their bits: faster than torch's `isfinite`."""
     if dtype.itemsize == 1:
         values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
@@ -161,16 +165,16 @@ def _find_wrong(data: NDArray[np.uint8], dtype: torch.dtype) -> NDArray[np.bool_
 
 # --- scales that make NaN or zeros of integer and FP4 weights -------------------------------------
 
-_MARKS = {"I8": 0xFF, "I32": 0xFF, "U8": 0x77}
-"""The dtypes of codes, and the bits that count: FP4 has zeros of both signs."""
+_CODE_BITS = {"I8": 0xFF, "I32": 0xFF, "U8": 0x77}
+"""By dtype, the bits of a byte by which codes are compared; FP4 without signs: it has two zeros."""
 _NAN_EXPONENT = 255
 _SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale")
 
 
 def _list_scale_faults(folder: ScaleFolder) -> Iterator[str]:
-    """Describe scales of NaN exponents, and those too small for codes that are not zero.
+    """Describe E8M0 scales that are NaN, and scales so small that they turn codes into zeros.
 
-    NaN and infinity of floats are not looked for here.
+    `_examine` finds NaN and infinity in scales that are floats.
     """
     located = {name: file for file, held in folder.tensors.items() for name in held}
     for file, held in folder.tensors.items():
@@ -184,7 +188,7 @@ def _list_scale_faults(folder: ScaleFolder) -> Iterator[str]:
 
 
 def _name_codes(scale: str) -> tuple[str, ...]:
-    """Name the tensors of codes that a scale may belong to."""
+    """List the names that the codes of a scale may have."""
     module = scale.rpartition(".")[0]
     if scale.endswith(_SCALES):
         return f"{module}.weight_packed", f"{module}.weight"
@@ -199,17 +203,18 @@ def _describe_fault(
     if entry.dtype == "U8":
         is_wrong = opened.read_array(name, 0, entry.size_bytes) == _NAN_EXPONENT
         return _describe(name, entry, is_wrong, "NaN (an exponent of 255)")
-    if weight.dtype not in _MARKS or entry.dtype in PACKED_BITS or not weight.size_bytes:
+    if weight.dtype not in _CODE_BITS or entry.dtype in PACKED_BITS or not weight.size_bytes:
         return ""
     values = opened.read_scale(name)
-    # Scales of some tools are negative: their integers then reach -8 on the other side.
+    # Some tools write negative scales, so that the code -8 becomes the largest positive weight.
     is_wrong = np.abs(values.ravel()) < SMALLEST_SCALE
     if not is_wrong.any() or weight.size_bytes % values.size:
         return ""
-    # Tools write zeros beside groups of zeros, or of values that all underflow.
+    # A scale of zero is no fault if all codes of its group are equal: tools write it beside groups
+    # of zeros, or of values that all underflow.
     with TensorFile(folder.path / file) as beside:
         data = beside.read_array(codes, 0, weight.size_bytes).reshape(values.size, -1)
-    data &= _MARKS[weight.dtype]
+    data &= _CODE_BITS[weight.dtype]
     is_wrong &= (data != data[:, :1]).any(axis=1)
     what = describe_bad(np.abs(values.ravel()[is_wrong]), SMALLEST_SCALE)
     return _describe(name, entry, is_wrong, f"{what} beside codes that are not zero")
