@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import list_defaults
-from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
@@ -93,7 +93,7 @@ def replay_plan(
         write_outline(plan, folder)
         opened = open_folder(folder)
         try:
-            geometry = read_replayed_geometry(opened)
+            geometry = read_folder_geometry(opened)
         except UnusableConfigError as error:
             message = error.message.replace(str(folder), str(source))
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error

@@ -30,9 +30,9 @@ from fp8calib.engines.check import check_file, check_folder, doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import (
     ScaleFolder,
-    imagine_geometry,
+    make_stand_in_geometry,
     open_folder,
-    read_replayed_geometry,
+    read_folder_geometry,
 )
 from fp8calib.engines.replay.verdicts import add_fingerprint
 from fp8calib.engines.weights.stored import list_opened_files
@@ -53,13 +53,13 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
     folder = open_folder(path) if path.is_dir() else None
     model = _open_model(request, path, folder)
     try:
-        geometry = read_replayed_geometry(model)
+        geometry = read_folder_geometry(model)
     except NotUnderstoodError as error:
         if folder is None or request.model is not None or request.stats is not None:
             raise
         # nothing of it will be judged
         model = replace(model, unread=f"its layers are not understood: {error.message}")
-        folder, geometry = model, imagine_geometry(model)
+        folder, geometry = model, make_stand_in_geometry(model)
     stats = None if request.stats is None else _read_stats(request.stats, model, geometry)
     more: dict[str, Any] = {"model": model, "stats": stats, "reads_weights": request.read_weights}
     asked = (geometry, tuple(engines.values()), request.tp)

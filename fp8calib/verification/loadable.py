@@ -108,14 +108,14 @@ def _replay(folder: Path, engine: Engine) -> EngineReport | None:
     from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
     from fp8calib.engines.replay.folder import (  # noqa: PLC0415
         open_folder,
-        read_replayed_geometry,
+        read_folder_geometry,
     )
 
     if not (folder / CONFIG_NAME).is_file():
         return None
     found = open_folder(folder)
     try:
-        geometry = read_replayed_geometry(found)
+        geometry = read_folder_geometry(found)
     except ModelError:
         return None
     return check_folder(found, geometry, [engine.key], 1)[engine.key]

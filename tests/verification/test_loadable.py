@@ -11,7 +11,7 @@ import pytest
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import find_emulated, list_emulated
-from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.plain_model import FAMILIES
 from fp8calib.model.prepared import prepare
@@ -35,6 +35,6 @@ def test_every_release_loads_a_common_model(tmp_path: Path, family: str, *, is_t
     engines = [find_emulated(key)[0] for key in list_emulated()]
     keys = [each.key for engine in engines for each in (engine, *engine.releases)]
     reports = check_folder(
-        folder, read_replayed_geometry(folder), [key for key in keys if key != "reference"], 1
+        folder, read_folder_geometry(folder), [key for key in keys if key != "reference"], 1
     )
     assert [key for key, each in reports.items() if each.load_fault or each.unknown] == []

@@ -30,8 +30,7 @@ from fp8calib.model.plain_model import read_plain_geometry
 from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 _MAX_SCALE_BYTES = 1 << 20
-"""More than any model has heads: a larger tensor is not a scale and is not read."""
-
+"""No model has so many heads: a larger tensor is not a scale and is not read."""
 
 _LIKE_KV_SCALE = re.compile(
     r"(?:^|\.)(?:k|v|kv|key|value)_?(?:cache)?_?scal(?:e|es|ing_factor)$"
@@ -48,6 +47,7 @@ _KV_KEYS = (
 )
 """Keys of compressed-tensors and AutoFP8, ModelOpt, TGI's pull request, and Quark."""
 _NO_KV: tuple[object, ...] = (None, "", "auto", [], {})
+"""Values of these keys that leave the cache in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class ScaleFolder:
     path: Path
     config: Mapping[str, object]
     modelopt: object = None
-    """What `hf_quant_config.json` holds; None if there is none."""
+    """What `hf_quant_config.json` holds, or why it cannot be read; None if there is none."""
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     """By readable file, then by name: dtype and shape."""
     scales: Mapping[str, Mapping[str, FoundScale]]
@@ -86,14 +86,15 @@ class ScaleFolder:
     """The files that cannot be read, with the reason."""
     has_index: bool = False
     index: object = None
+    """What the index holds, or why it cannot be read; None if there is none."""
     unread: str = ""
     """Why the weights are not read, although engines may read them; empty if they are."""
     recorded: Mapping[str, str] = field(default_factory=dict)
     """By file: the FP8 format that its header names for the scales; empty if it names none."""
     preferred: str = ""
-    """What the engine opens in place of all other files, in words; empty if it does not."""
+    """What the engine opens instead of all other files, in words; empty if it opens all."""
     order: Callable[[str], Any] | None = None
-    """What of a name the engine sorts files by; None if it compares the names as texts."""
+    """The engine's sort key for names of files; None if it sorts them as text."""
 
     @property
     def files(self) -> list[str]:
@@ -102,16 +103,17 @@ class ScaleFolder:
 
     @property
     def indexed(self) -> Mapping[str, str] | None:
-        """The file of each tensor by the index, without the path of this folder; None without."""
+        """The file of each tensor according to the index, by its name if it is in this folder.
+
+        None if there is no index, or it has no `weight_map`.
+        """
         weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
         if not isinstance(weight_map, dict):
             return None
         named = {name: file for name, file in weight_map.items() if isinstance(file, str)}
         folder = os.path.normpath(self.path)
-        places = {
-            file: os.path.split(os.path.normpath(self.path / file)) for file in named.values()
-        }
-        inside = {file: name for file, (parent, name) in places.items() if parent == folder}
+        split = {file: os.path.split(os.path.normpath(self.path / file)) for file in named.values()}
+        inside = {file: name for file, (parent, name) in split.items() if parent == folder}
         return {name: inside.get(file, file) for name, file in named.items()}
 
     @property
@@ -129,7 +131,7 @@ class ScaleFolder:
 
 
 def _asks_for_kv(config: object) -> bool:
-    """Search a config for an entry on the KV cache that turns FP8 on."""
+    """Search a config, and all that is nested in it, for an entry that asks for an FP8 KV cache."""
     if not isinstance(config, dict):
         return False
     asked = (config.get(key) for key in _KV_KEYS)
@@ -170,18 +172,18 @@ def open_folder(path: Path) -> ScaleFolder:
     return ScaleFolder(
         path=path,
         config=config,
-        modelopt=_load_or_none(path / MODELOPT_CONFIG_NAME),
+        modelopt=_load_leniently(path / MODELOPT_CONFIG_NAME),
         tensors=tensors,
         scales=scales,
         faults=faults,
         has_index=(path / INDEX_NAME).is_file(),
-        index=_load_or_none(path / INDEX_NAME),
+        index=_load_leniently(path / INDEX_NAME),
         unread=unread,
         recorded=recorded,
     )
 
 
-def _load_or_none(path: Path) -> object:
+def _load_leniently(path: Path) -> object:
     """Load a JSON file; None if it does not exist, a message if it cannot be read."""
     try:
         return load_json(path) if path.is_file() else None
@@ -231,8 +233,8 @@ def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
     return found
 
 
-def read_replayed_geometry(model: ScaleFolder) -> ModelGeometry:
-    """Find the shape of a model.
+def read_folder_geometry(model: ScaleFolder) -> ModelGeometry:
+    """Read the shape of a model from its config and, where needed, its tensors.
 
     Raises:
         NotUnderstoodError: its layers are not understood, or only its own code knows them.
@@ -255,8 +257,11 @@ def read_replayed_geometry(model: ScaleFolder) -> ModelGeometry:
     return read_geometry(model.path, model.config)
 
 
-def imagine_geometry(model: ScaleFolder) -> ModelGeometry:
-    """Make the shape of a model from the number of its layers, if nothing else is known."""
+def make_stand_in_geometry(model: ScaleFolder) -> ModelGeometry:
+    """Make a shape with the model's number of layers, for a model that is not understood.
+
+    Each layer has one head of one element.
+    """
     counts = (count_layers(model.config), *(model.config.get(key) for key in LAYER_COUNTS))
     known = (each for each in counts if isinstance(each, int) and 0 < each <= MAX_LAYERS)
     named = model.config.get("architectures")

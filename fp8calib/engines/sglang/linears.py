@@ -141,7 +141,7 @@ class SglangReader(LinearReader):
         is_named = any(path in self.excluded for path in self._spell(group.path))
         is_whole = not is_expert and (is_named or group.state == "joined")
         if matches(group.path) if is_whole else covers_parts(probe, matches):
-            return Unquantized.by(find_entry(probe.members[0].module) or group.path)
+            return Unquantized.excluded_by(find_entry(probe.members[0].module) or group.path)
         if is_expert:
             target = self._find_expert_target(probe)
         elif is_head:

@@ -188,7 +188,7 @@ class VllmReader(LinearReader):
             return self._find_entry(matches_target, path, self.excluded)
 
         if self._covers(group, lambda path: find_entry(path) is not None):
-            return Unquantized.by(find_entry(group.members[0].module) or group.path)
+            return Unquantized.excluded_by(find_entry(group.members[0].module) or group.path)
         if group.is_experts:
             target = self._find_expert_target(group)
         else:

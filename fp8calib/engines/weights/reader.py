@@ -3,10 +3,11 @@
 vLLM 0.32.0: `layers/quantization/`: `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
 _get_scheme_from_parts), `compressed_tensors/utils.py`, `utils/config_utils.py`, `fp8.py`,
 `modelopt.py` (is_layer_excluded, _resolve_quant_algo) and `utils/quant_utils.py`
-(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files. What they refuse of a
-config with `quant_method: auto-round` before they read a weight: vLLM 0.32.0
-`quantization/inc/inc.py` (INCConfig), run; SGLang 0.5.23 `quantization/auto_round.py`
-(AutoRoundConfig), read.
+(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files.
+
+Both engines check the config of auto-round before they read a weight: vLLM 0.32.0 in
+`quantization/inc/inc.py` (INCConfig; run), SGLang 0.5.23 in `quantization/auto_round.py`
+(AutoRoundConfig; read).
 """
 
 from __future__ import annotations
@@ -65,34 +66,34 @@ class Unquantized:
     """A group that the engine creates without quantization."""
 
     why: str
-    """What of the config says so."""
     is_excluded: bool = False
-    """Whether the config lists it."""
+    """Whether the config lists it among what is not quantized."""
 
     @classmethod
-    def by(cls, entry: str) -> Unquantized:
+    def excluded_by(cls, entry: str) -> Unquantized:
         """Say that an entry of the config excludes a group."""
         return cls(why=f"the config excludes {entry!a:.80}", is_excluded=True)
 
 
 Found = StoredScheme | OtherScheme | Unquantized
+"""How an engine creates a group."""
 
 
 class LinearReader(ABC):
-    """The linears that an engine creates by a folder's config.
+    """Finds the scheme by which an engine creates each linear of a folder.
 
-    An engine's own class matches the config's lists with paths, as the engine's methods do.
+    Each engine has a subclass, which matches paths of modules with the config's lists as it does.
 
     Args:
-        folder: the checkpoint. Paths of the text part of a multimodal model are compared in all
-            spellings, which engines map to their own.
-        section: the config that the engine uses; empty if there is none.
+        folder: the checkpoint. For a multimodal model, paths of its text part are compared in every
+            spelling, because engines map them to their own.
+        section: the quantization config that the engine uses; empty if there is none.
         geometry: the model's.
-        release: whose rules hold.
+        release: the release of the engine whose rules are followed.
     """
 
     engine: str
-    """Whose classes create the linears."""
+    """`vllm` or `sglang`."""
 
     def __init__(
         self, folder: ScaleFolder, section: ConfigSection, geometry: ModelGeometry, release: Release
@@ -133,11 +134,11 @@ class LinearReader(ABC):
 
     @abstractmethod
     def _skips(self, group: LinearGroup) -> bool:
-        """Tell whether the `fp8` method leaves linears other than experts unquantized."""
+        """Check whether the `fp8` method leaves a group that holds no experts unquantized."""
 
     @staticmethod
     def _skips_experts(entry: str, path: str) -> bool:
-        """Match the experts of a layer with an entry of what the `fp8` method leaves."""
+        """Check whether an entry of the `fp8` method's list excludes the experts at a path."""
         return "experts" in entry and path in entry
 
     @abstractmethod
@@ -145,14 +146,18 @@ class LinearReader(ABC):
         """Find the entry of ModelOpt's list that excludes a group."""
 
     def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
-        """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
+        """Check whether the release quantizes a group of mixed precision by `algorithm`."""
         what = "expert" if group.is_experts else "linear"
         return algorithm in self.release.list_values(f"mixed precision {what}")
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
-        """Raise `Unjudged` where more than the stored linears tells what the engine does.
+        """Require a quantization method that this tool reads, if the folder has weights.
 
-        A linear whose codes and scales have other names than those of FP8 is not listed as one.
+        Other methods may name codes and scales in another way, so that not all of their linears
+        are found among the tensors.
+
+        Raises:
+            Unjudged: it is not read.
         """
         if tensors and self.method not in ("", *_KNOWN) and not self.method.startswith("modelopt"):
             self._require_finder()
@@ -204,13 +209,12 @@ class LinearReader(ABC):
         """Find a group's scheme by the rules of the `fp8` method, which has one for all linears."""
         if group.is_head:
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
-        entry: str | None = group.path
         if group.is_experts:
             entry = self._find_entry(self._skips_experts, group.path, self.excluded)
-        elif not self._skips(group):
-            entry = None
+        else:
+            entry = group.path if self._skips(group) else None
         if entry is not None:
-            return Unquantized.by(entry)
+            return Unquantized.excluded_by(entry)
         block = self.section.get("weight_block_size")
         if "MXFP8" in (str(self.section.get("quant_method")).upper(), self.algorithm):
             block = list(MX_BLOCK)
@@ -224,8 +228,9 @@ class LinearReader(ABC):
         return StoredScheme(weights=Granularity.BLOCK, block=size, inputs=InputScaling.GROUP)
 
     def _find_modelopt(self, group: LinearGroup) -> Found:
+        """Find a group's scheme by ModelOpt's rules: one algorithm for all, or mixed precision."""
         if (entry := self._find_exclusion(group)) is not None:
-            return Unquantized.by(entry)
+            return Unquantized.excluded_by(entry)
         if any(part in group.path for part in _VISION):
             return Unquantized(why="the engine's ModelOpt method does not quantize vision towers")
         is_mixed = self.algorithm == "MIXED_PRECISION"
@@ -268,7 +273,7 @@ class LinearReader(ABC):
         return self._find_stored
 
     def _find_named(self, group: LinearGroup) -> Found:
-        """Find the scheme of a group by the config's own words, each linear by its path."""
+        """Find a group's scheme by what the folder's dialect says of the path of each linear."""
         find_stored = self._require_finder()
         schemes: dict[str, StoredScheme] = {}
         why = ""
@@ -312,9 +317,10 @@ class LinearReader(ABC):
         return parts[0] if None not in parts else None
 
     def _find_class_target(self, group: LinearGroup) -> str | None:
-        """Find the class `Linear` among the targets, which the output layer is not.
+        """Give the target `Linear` if the config has it; the output layer is not of that class.
 
-        What targets mean that engines compare with their own classes is not known.
+        Raises:
+            Unjudged: a target is another class, which engines compare with classes of their own.
         """
         for target in self.targets:
             is_known = target == "Linear" or "." in target or target.endswith("Attention")
@@ -344,14 +350,14 @@ class LinearReader(ABC):
     def _read_target(
         self, target: str, formats: Collection[str], *, reads_own_format: bool
     ) -> StoredScheme | OtherScheme:
-        """Read the config group of a target: its own format may come before the whole config's."""
+        """Read the config group of a target; with `reads_own_format` its own format comes first."""
         group = self.targets[target]
         own = group.get("format") if reads_own_format else None
         form = self.section.get("format") if own is None else own
         return read_compressed_group(group, form, formats)
 
     def _require_mx(self, form: str, group: LinearGroup, error: str) -> None:
-        """Require that the release loads MXFP8 of a dialect in a group; it stops with `error`."""
+        """Require that the release loads MXFP8 of a dialect in a group; else it raises `error`."""
         if form not in _MX_FORMS:
             raise Unjudged(f"blocks of 1 x 32 under quant_method {form!a:.40}")
         values = self.release.list_values(_LOADS_MX)
@@ -367,7 +373,10 @@ class LinearReader(ABC):
 
 
 def covers_parts(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
-    """Check whether a list covers all projections of a group; refuse one that covers some."""
+    """Check whether a list covers all projections of a group; refuse a list that covers only some.
+
+    `matches` tells of the path of a projection whether the list covers it.
+    """
     found = {matches(each.module) for each in group.members}
     if len(found) > 1:
         joined = name_fused_group(group.members[0].module)

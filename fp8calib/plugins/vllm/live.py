@@ -12,7 +12,7 @@ from fp8calib.commands.check_run import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
-from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales
@@ -137,7 +137,7 @@ def _read_table(scales: Stats) -> ScaleTable:
     """
     if isinstance(scales, str | Path) and (Path(scales) / CONFIG_NAME).is_file():
         path = Path(scales)
-        return read_scales(path, read_replayed_geometry(open_folder(path))).table
+        return read_scales(path, read_folder_geometry(open_folder(path))).table
     stats = read_stats(scales)[0]
     return compute_kv_scales(stats, E4M3FN, query=bool(stats.list_unfit_queries()))
 
