@@ -11,9 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.engines.numerics import Numerics
-from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
+from fp8calib.numerics.schemes import SCHEMES, InputScaling
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from tests import zoo
@@ -56,20 +54,6 @@ RECIPES = {
 }
 
 
-# --- the schemes -------------------------------------------------------------------------------
-
-
-def make_emulation(
-    subject: Subject,
-    scheme: Scheme,
-    *,
-    stats: CalibrationStats | None = None,
-    numerics: Numerics = PLAIN,
-) -> Candidate:
-    """Ask the product what a scheme does to the model."""
-    return emulate_scheme(subject, scheme, numerics, stats=stats)
-
-
 def assert_same(subject: Subject, emulation: Candidate, expected_model: PreTrainedModel) -> None:
     """Compare hidden states: bit for bit without experts, whose kernels add in another order."""
     is_sparse = any(is_experts(module) for module in subject.model.modules())
@@ -93,7 +77,7 @@ def test_a_scheme_does_what_replacing_weights_and_inputs_does(
     subject: Subject, scheme: str
 ) -> None:
     expected = quantize_by_hand(subject.model, RECIPES[scheme])
-    assert_same(subject, make_emulation(subject, SCHEMES[scheme]), expected)
+    assert_same(subject, emulate_scheme(subject, SCHEMES[scheme], PLAIN), expected)
 
 
 def test_static_scales_are_those_of_the_calibration(
@@ -106,7 +90,7 @@ def test_static_scales_are_those_of_the_calibration(
     _, stats = run_calibration(folder, make_plan(sequences))
     largest = largest_inputs(subject.model, FULL)
     recipe = Recipe(_per_tensor, lambda name: lambda x: cast(x, torch.tensor(largest[name]) / 448))
-    emulation = make_emulation(subject, SCHEMES["fp8-static"], stats=stats)
+    emulation = emulate_scheme(subject, SCHEMES["fp8-static"], PLAIN, stats=stats)
     for site, quantizer in emulation.quantizers.items():
         # One sequence at a time is summed up in another order than a batch.
         assert float(quantizer.scale) == pytest.approx(largest[site.module] / 448, rel=1e-5)  # type: ignore[arg-type]
@@ -146,7 +130,7 @@ def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_
         expected = quantize_by_hand(subject.model, recipe)
         modules = dict(expected.named_modules())
         is_static = scheme == "fp8-static"
-        emulation = make_emulation(subject, STATIC_WEIGHTS if is_static else SCHEMES[scheme])
+        emulation = emulate_scheme(subject, STATIC_WEIGHTS if is_static else SCHEMES[scheme], PLAIN)
         num_changed = 0
         for name, held in weights_held(subject, emulation).items():
             path, _, last = name.rpartition(".")

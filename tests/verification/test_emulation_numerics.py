@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES, Granularity
-from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
 from tests import zoo
@@ -36,6 +33,7 @@ from tests.verification.by_hand import (
     search_down,
     tensor_scale,
 )
+from tests.verification.test_emulation_linears import weights_held
 from tests.zoo import draw
 
 EVERY_SIZE = replace(find_emulated("vllm")[1], power_of_two_sizes=(1, 1))
@@ -205,11 +203,6 @@ Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
 INPUTS = torch.randn(7, 160, generator=torch.Generator().manual_seed(2)) * 3
 
 
-def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None) -> Candidate:
-    """Ask the product what a scheme does in an engine."""
-    return emulate_scheme(subject, SCHEMES[name], numerics, stats=stats)
-
-
 def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
     wide: Subject,
 ) -> None:
@@ -217,7 +210,9 @@ def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
     ties = near_ties(float(amax * torch.tensor(1 / 448))).T
     x = torch.cat([ties, amax.expand(5, 1)], 1)
     x[3] *= 1e-6
-    found = scheme_of(wide, "fp8-dynamic", find_emulated("vllm")[1]).quantizers[Q_INPUT]
+    found = emulate_scheme(wide, SCHEMES["fp8-dynamic"], find_emulated("vllm")[1]).quantizers[
+        Q_INPUT
+    ]
     scales = (x.abs().amax(1, keepdim=True) * torch.tensor(1 / 448)).clamp(min=1 / (448 * 512))
     assert not torch.equal(scales[:3], row_scales(x)[:3])
     assert float(scales[3]) == pytest.approx(1 / (448 * 512))
@@ -228,13 +223,15 @@ def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
 
 def test_groups_have_scales_that_are_powers_of_two_in_vllm(wide: Subject) -> None:
     """128 channels, and the 32 that are left."""
-    found = scheme_of(wide, "fp8-block", EVERY_SIZE).quantizers[Q_INPUT]
+    found = emulate_scheme(wide, SCHEMES["fp8-block"], EVERY_SIZE).quantizers[Q_INPUT]
     pieces = []
     for piece in INPUTS.split(128, 1):
         scales = [2.0 ** ceil_log2(float(row.abs().max()) / 448) for row in piece]
         pieces.append(cast(piece, torch.tensor(scales).unsqueeze(1)))
     assert torch.equal(found.fake(INPUTS).values, torch.cat(pieces, 1))
-    plain = scheme_of(wide, "fp8-block", find_emulated("sglang")[1]).quantizers[Q_INPUT]
+    plain = emulate_scheme(wide, SCHEMES["fp8-block"], find_emulated("sglang")[1]).quantizers[
+        Q_INPUT
+    ]
     expected = torch.cat([cast_rows(piece) for piece in INPUTS.split(128, 1)], 1)
     assert torch.equal(plain.fake(INPUTS).values, expected)
 
@@ -252,7 +249,9 @@ def test_static_scales_are_multiplied_by_their_reciprocal(wide: Subject, tmp_pat
     wide.model.save_pretrained(tmp_path)
     _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
     static = {
-        engine: scheme_of(wide, "fp8-static", find_emulated(engine)[1], stats).quantizers[Q_INPUT]
+        engine: emulate_scheme(
+            wide, SCHEMES["fp8-static"], find_emulated(engine)[1], stats=stats
+        ).quantizers[Q_INPUT]
         for engine in ("reference", "vllm")
     }
     scale = float(stats.sites[Q_INPUT].amax.max()) / 448
@@ -263,18 +262,6 @@ def test_static_scales_are_multiplied_by_their_reciprocal(wide: Subject, tmp_pat
 
 
 # --- weights -----------------------------------------------------------------------------------
-
-
-def weight_held(subject: Subject, emulation: Candidate, name: str) -> torch.Tensor:
-    """Copy a weight while the emulation holds."""
-    with emulated(
-        subject.model,
-        subject.geometry,
-        Candidate(weights=emulation.weights),
-        EmulationHooks({}),
-        originals=subject.originals,
-    ):
-        return subject.model.get_parameter(name).detach().clone()
 
 
 def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(wide: Subject) -> None:
@@ -288,47 +275,33 @@ def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(wide: Su
             cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
         ]
         strips.append(torch.cat(pieces, 1))
-    expected = torch.cat(strips, 0)
-    found = weight_held(wide, scheme_of(wide, "fp8-block", EVERY_SIZE), name)
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, first)
-    reference = weight_held(wide, scheme_of(wide, "fp8-block", find_emulated("reference")[1]), name)
-    assert torch.equal(reference, first)
+    for numerics, held in ((EVERY_SIZE, torch.cat(strips, 0)), (PLAIN, first)):
+        found = emulate_scheme(wide, SCHEMES["fp8-block"], numerics)
+        assert torch.equal(weights_held(wide, found)[name], held)
+    assert not torch.equal(torch.cat(strips, 0), first)
 
 
-@pytest.mark.parametrize(("dtype", "is_served_in_bf16"), [("bfloat16", True), ("float16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "linears"),
+    [("float16", ""), ("bfloat16", "q_proj k_proj v_proj gate_proj up_proj")],
+)
 def test_powers_of_two_are_for_the_linears_that_deep_gemm_runs(
-    tmp_path: Path, dtype: str, is_served_in_bf16: bool
+    tmp_path: Path, dtype: str, linears: str
 ) -> None:
-    """64 rows, of q, k and v or of gate and up together, and 128 columns.
-
-    q, k and v have 160 + 80 + 80 rows, gate and up 96 each; o_proj has 160 columns and down 96.
-    """
+    """64 rows, of q, k and v (160 + 80 + 80) or of gate and up (96 each), and 128 columns."""
     sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 40, "dtype": dtype}
-    numerics = find_emulated("vllm")[1]
     with opened(zoo.build("llama", **sizes), tmp_path / "m") as built:
         geometry = built.geometry.model_copy(update={"checkpoint_dtype": dtype})
         subject = replace(built, geometry=geometry)
-        found = scheme_of(subject, "fp8-block", numerics)
-        weights = {
-            name: weight_held(subject, found, f"model.layers.0.{name}.weight")
-            for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+        found = emulate_scheme(subject, SCHEMES["fp8-block"], find_emulated("vllm")[1])
+        changed = {
+            name.split(".")[-2]
+            for name, held in weights_held(subject, found).items()
+            if name.startswith("model.layers.0.") and held.ndim == 2
+            if not torch.equal(held, cast_blocks(subject.model.get_parameter(name).detach()))
         }
-        plain = {
-            name: cast_blocks(subject.model.get_parameter(f"model.layers.0.{name}.weight").detach())
-            for name in weights
-        }
-    inputs = {
-        site.module.removeprefix("model.layers.0.").rpartition(".")[2]
-        for site, each in found.quantizers.items()
-        if each.power_of_two and ".0." in site.module
-    }
-    expected = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-    assert inputs == (expected if is_served_in_bf16 else set())
-    again = {
-        name.rpartition(".")[2] for name in plain if not torch.equal(weights[name], plain[name])
-    }
-    assert again == ({"k_proj", "up_proj"} if is_served_in_bf16 else set())
+    rounded = {site.module for site, each in found.quantizers.items() if each.power_of_two}
+    assert changed == {name.split(".")[-1] for name in rounded} == set(linears.split())
 
 
 def test_experts_down_projections_do_not_go_through_fp16(tmp_path: Path) -> None:
@@ -344,11 +317,12 @@ def test_experts_down_projections_do_not_go_through_fp16(tmp_path: Path) -> None
     held, once = {}, {}
     with opened(model, tmp_path / "m") as subject:
         stats = run_calibration(tmp_path / "m", make_plan(draw([20, 20])))[1]
-        emulation = scheme_of(subject, "fp8-static", numerics, stats)
+        emulation = emulate_scheme(subject, SCHEMES["fp8-static"], numerics, stats=stats)
+        weights = weights_held(subject, replace(emulation, quantizers={}))
         for name in ("gate_up_proj", "down_proj"):
             path = f"model.layers.0.mlp.experts.{name}"
             once[name] = cast(subject.model.get_parameter(path).detach(), 2.0**-20)
-            held[name] = weight_held(subject, emulation, path)
+            held[name] = weights[path]
     assert torch.equal(held["down_proj"], once["down_proj"])
     assert torch.equal(held["gate_up_proj"], cast(once["gate_up_proj"].half().float(), 2.0**-20))
     assert not torch.equal(held["gate_up_proj"], once["gate_up_proj"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForSequenceClassification, LlamaModel
 
 import fp8calib
 from fp8calib.errors import ModelError, VerificationError
@@ -45,12 +46,10 @@ def test_statistics_of_another_shape_are_refused() -> None:
         fp8calib.verify(model, broken, ROWS, seq_len=32)
 
 
-@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
-def test_a_model_without_an_output_head_is_refused(kind: str) -> None:
-    import transformers  # noqa: PLC0415 -- one of many classes
-
-    model = getattr(transformers, kind)(zoo.build("llama").config).eval()
-    with pytest.raises(ModelError, match=f"{kind} has no output head"):
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
+def test_a_model_without_an_output_head_is_refused(kind: Any) -> None:
+    model = kind(zoo.build("llama").config).eval()
+    with pytest.raises(ModelError, match=f"{kind.__name__} has no output head"):
         fp8calib.verify(model, (), ROWS, seq_len=32)
 
 

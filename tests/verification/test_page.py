@@ -361,18 +361,6 @@ def test_a_layer_that_does_not_fit_is_drawn_with_the_limit_and_gaps() -> None:
     assert list_texts(figure, "title")[2] == "layer 2\nout/overlay: 31.0 dB\nscale-1.0: 9.0 dB"
 
 
-def test_of_the_linears_of_a_layer_the_worst_is_shown() -> None:
-    sites = ("mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "self_attn.q_proj")
-    layers = tuple(
-        make_layer("a", 3, "input", site=f"model.layers.3.{site}.input", sqnr_db=db, clipped=0.1)
-        for site, db in zip(sites, (30.0, 12.0, None), strict=True)
-    )
-    report = make_small(candidates=(make_candidate("a"),), layers=layers)
-    figure = find_figure(report, "SQNR", "Inputs")
-    (height,) = [y for _, y in list_points(figure, STYLES[0].css)]
-    assert height == pytest.approx(FLOOR - DECIBEL * 12, abs=0.06)
-
-
 def test_nothing_is_drawn_where_nothing_is_lost() -> None:
     layers = (
         make_layer(SCALE_ONE, 0, sqnr_db=None),

@@ -71,19 +71,6 @@ def test_the_standard_error_by_hand(
     assert found == pytest.approx(expected)
 
 
-def test_blocks_find_the_error_of_tokens_that_go_together() -> None:
-    """Losses wander slowly; of 2000 such sequences the means spread as each one's blocks say."""
-    generator = np.random.default_rng(0)
-    steps = generator.normal(size=(2000, 920))
-    losses = np.array([np.convolve(row, np.ones(21), "valid") for row in steps])
-    found = [standard_error(torch.from_numpy(row), [901])[0] for row in losses[:200]]
-    assert np.mean([error or 0.0 for error in found]) == pytest.approx(
-        losses.mean(1).std(), rel=0.3
-    )
-    by_token = losses.std(1).mean() / math.sqrt(900)
-    assert by_token < losses.mean(1).std() / 3
-
-
 @pytest.mark.parametrize(
     ("losses", "lengths"), [([0.5], [2]), ([0.0], [2]), ([0.5] * 6, [4, 4]), ([0.5] * 6, [7])]
 )
@@ -233,26 +220,6 @@ def test_one_text_in_twenty_is_wrong_where_there_is_no_difference() -> None:
         found = compare(mine.ravel(), base.ravel(), [64] * 16)
         wrong += found.answer in {PairedAnswer.BETTER, PairedAnswer.WORSE}
     assert wrong <= 400 * 0.08
-
-
-def test_the_text_that_would_tell_does_tell() -> None:
-    """With as many tokens as were asked for, a difference of the margin is told 4 times of 5."""
-    random = np.random.default_rng(6)
-
-    def draw(sequences: int, shift: float) -> PairedResult:
-        base = random.lognormal(-5, 1.0, (sequences, 63))
-        mine = base + random.normal(0, 0.01, base.shape) + shift
-        return compare(mine.ravel(), base.ravel(), [64] * sequences)
-
-    first = next(
-        f for f in (draw(8, 0.0) for _ in range(50)) if f.answer is PairedAnswer.CANNOT_TELL
-    )
-    assert first.tokens_to_tell is not None
-    asked = round(float(np.median([draw(8, 0.0).tokens_to_tell or 0 for _ in range(50)])) / 63)
-    told = [draw(asked, 2 * first.margin).answer is PairedAnswer.WORSE for _ in range(100)]
-    assert sum(told) >= 95
-    at_margin = [draw(asked, first.margin).answer for _ in range(200)]
-    assert 0.65 < sum(each is PairedAnswer.WORSE for each in at_margin) / 200 < 0.95
 
 
 @pytest.mark.parametrize(

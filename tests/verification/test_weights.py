@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,23 +25,11 @@ from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
-    Recipe,
     Subject,
-    cast,
-    cast_blocks,
-    cast_groups,
-    ceil_log2,
-    emulate,
     emulate_checkpoint,
-    make_batch,
     opened,
-    plain_forward,
-    quantize_by_hand,
-    tensor_scale,
 )
-from tests.verification.test_emulation_linears import weights_held
 
-BATCH = make_batch([5, 20, 13])
 REFERENCE = find_emulated("reference")[1]
 
 
@@ -119,34 +106,6 @@ def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
         for name, weight in plain.items()
         if is_quantized(name)
     }
-
-
-def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
-    wide: Subject, tmp_path: Path
-) -> None:
-    folder = write(wide, tmp_path / "fp8", "block", 1.0, torch.float32)
-    expected = quantize_by_hand(
-        wide.model, Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups)
-    )
-    (found,) = emulate(wide, read(wide, folder), BATCH)
-    assert torch.equal(found, plain_forward(expected, BATCH))
-    assert not torch.equal(found, plain_forward(wide.model, BATCH))
-
-
-def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:
-    folder = write(wide, tmp_path / "fp8", "block", 1.0, torch.float32)
-    numerics = find_emulated("vllm")[1]
-    held = weights_held(wide, read(wide, folder, replace(numerics, power_of_two_sizes=(1, 1))))
-    name = "model.layers.1.mlp.gate_proj.weight"
-    strips = []
-    for strip in cast_blocks(wide.model.get_parameter(name).detach()).split(128, 0):
-        pieces = [
-            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
-        ]
-        strips.append(torch.cat(pieces, 1))
-    assert torch.equal(held[name], torch.cat(strips, 0))
-    ragged = weights_held(wide, read(wide, folder, numerics))
-    assert torch.equal(ragged[name], cast_blocks(wide.model.get_parameter(name).detach()))
 
 
 @pytest.mark.parametrize("form", FORMS)
