@@ -8,12 +8,15 @@ import torch
 
 from fp8calib.numerics.amax import (
     amax_over,
+    block_amax,
     channel_amax,
     expert_counts,
     group_amax,
     row_amax,
     segment_amax,
+    tensor_amax,
 )
+from fp8calib.numerics.schemes import BLOCK
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -42,14 +45,31 @@ def test_heads_equal_numpy_in_every_memory_layout(length: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("row", [0, 50, 99])
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_never_lost(value: float, row: int, dtype: torch.dtype) -> None:
-    x = random(100, 4, dtype=dtype)
-    x[row, 2] = value
-    assert channel_amax(x).isfinite().tolist() == [True, True, False, True]
-    heads = x.reshape(1, 100, 2, 2).transpose(1, 2)
-    assert amax_over(heads, (2, 3)).isfinite().tolist() == [[True, False]]
+def test_tensors_and_blocks_by_hand(dtype: torch.dtype) -> None:
+    x = torch.zeros(130, 200).to(dtype)
+    x[0, 0], x[1, 5], x[127, 130], x[129, 199] = -3.0, 2.0, 0.5, -0.25
+    assert tensor_amax(x).item() == 3.0
+    assert row_amax(x).dtype is torch.float32
+    assert block_amax(x, BLOCK).tolist() == [[3.0, 0.5], [0.0, 0.25]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_never_lost(value: float, dtype: torch.dtype) -> None:
+    for row in (0, 50, 99):
+        x = random(100, 300, dtype=dtype)
+        x[row, 140] = value
+        assert not tensor_amax(x).isfinite()
+        assert [*(~row_amax(x).isfinite()).nonzero()] == [row]
+        assert [*(~channel_amax(x).isfinite()).nonzero()] == [140]
+        assert block_amax(x, BLOCK).isfinite().tolist() == [[True, False, True]]
+        heads = x.reshape(1, 100, 3, 100).transpose(1, 2)
+        assert amax_over(heads, (2, 3)).isfinite().tolist() == [[True, False, True]]
+
+
+def test_magnitudes_of_subnormals_are_exact() -> None:
+    assert row_amax(torch.tensor([[1e-45, -3e-45]])).item() == 2.0**-148  # 3e-45 is 2 x 2**-149
+    assert row_amax(torch.tensor([[-(2.0**-133)]]).bfloat16()).item() == 2.0**-133
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -150,12 +150,8 @@ def test_the_noise_of_ones_is_computed_by_hand(largest: float, expected_db: floa
     # all five lie between 1 and 1 + 2 ** -20, which is 1e-6
     found = expected_sqnr_db(ones, largest / 448, E4M3FN, amax=1.0)
     assert found == pytest.approx(expected_db, abs=2e-3)
-
-
-def test_values_that_are_represented_exactly_have_no_noise_to_speak_of() -> None:
-    ones = make_histogram({UNIT_BIN: 5})
-    assert expected_sqnr_db(ones, 1 / 448, E4M3FN, amax=1.0) > 100
-    assert expected_sqnr_db(ones, 2 / 448, E4M3FN, amax=1.0) > 100
+    for exact in (1, 2):  # there is no noise to speak of
+        assert expected_sqnr_db(ones, exact / 448, E4M3FN, amax=1.0) > 100
 
 
 def test_nothing_clips_vanishes_or_is_noise_where_nothing_was_counted() -> None:
@@ -191,20 +187,3 @@ def test_shares_and_noise_are_those_of_the_raw_values(
     tolerance_db = 1.0 if name in {"tails", "outliers"} else 0.2
     found = expected_sqnr_db(histogram, scale, fmt, amax=amax)
     assert found == pytest.approx(sqnr_db, abs=tolerance_db)
-
-
-def test_shares_follow_values_and_scale_by_octaves() -> None:
-    x = torch.from_numpy(draw("normal"))
-    for scale in (1e-4, 1e-3, 3e-3, 1.0, 100.0):
-        for share in (clipped_share, flushed_share, expected_sqnr_db):
-            plain = share(count_bins(x), scale, E4M3FN)
-            assert share(count_bins(2 * x), 2 * scale, E4M3FN) == pytest.approx(plain, rel=1e-4)
-
-
-def test_a_doubled_scale_clips_less_and_flushes_more() -> None:
-    histogram = count_bins(torch.from_numpy(draw("normal")))
-    clipped = [clipped_share(histogram, scale, E4M3FN) for scale in (2e-3, 4e-3, 8e-3)]
-    assert clipped == sorted(clipped, reverse=True)
-    assert clipped[0] > clipped[1] > clipped[2] > 0
-    flushed = [flushed_share(histogram, scale, E4M3FN) for scale in (50.0, 100.0, 200.0)]
-    assert 0 < flushed[0] < flushed[1] < flushed[2] < 1
