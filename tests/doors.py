@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from fp8calib.calibration.calibration_stats import (
     name_tensors,
     save_stats,
 )
-from fp8calib.calibration.header import Observe
+from fp8calib.calibration.header import BackOff, Observe, StatsHeader
 from fp8calib.calibration.hooks import HookedCache
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -31,16 +33,20 @@ from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_config, topology
-from fp8calib.model.load import build_skeleton, load_model, open_source
-from fp8calib.model.prepared import prepare
+from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
+from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.model.tensor_parallel import check_linears
 from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN
+from tests.zoo import draw
 
 __all__ = ["Role", "Site"]
 
 SEQ_LEN = 20
+OBSERVE = Observe(weights=True)
+LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4, 11, 6, 18, 2, 15]
+"""Thirteen sequences, the ninth in the histograms as well as the first; padded in batches."""
 
 
 class Silent:
@@ -75,16 +81,107 @@ def make_plan(sequences: Sequence[torch.Tensor], *, packed: bool = True) -> Data
     )
 
 
+@dataclass
+class WorkShare:
+    """What a run does and what it leaves."""
+
+    shard: Share | None = None
+    journal: Journal | None = None
+    back_offs: list[BackOff] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model; `prepared` is what the product knows of it: `model`, `geometry`."""
+
+    prepared: PreparedModel
+    source: ModelSource
+    checkpoint: Checkpoint
+    streaming: Streaming | None
+
+    def header(self, plan: DataPlan, observe: Observe = OBSERVE) -> StatsHeader:
+        """Make the header of a run."""
+        return make_header(
+            *(self.prepared, plan, self.source, self.checkpoint),
+            observe=observe,
+            recipe_name="test",
+        )
+
+    def calibrate(
+        self,
+        share: WorkShare | None = None,
+        *,
+        plan: DataPlan | None = None,
+        batch_size: int = 2,
+        observe: Observe = OBSERVE,
+        progress: Silent | None = None,
+    ) -> CalibrationStats:
+        """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
+        plan = plan or rows_of(LENGTHS)
+        run = CalibrationRun(
+            prepared=self.prepared,
+            plan=plan,
+            checkpoint=self.checkpoint,
+            header=self.header(plan, observe),
+            observe=observe,
+            batch_size=batch_size,
+            progress=progress or Silent(),
+            streaming=self.streaming,
+            **vars(share or WorkShare()),
+        )
+        return collect_stats(run)
+
+
+def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
+    """Make a plan of unpacked rows; its fingerprint depends on their lengths and the seed."""
+    return make_plan(draw(lengths, seed=seed), packed=False)
+
+
+@contextmanager
+def opened(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    streamed: bool = False,
+    device: str = "cpu",
+    copies_ahead: bool = False,
+    hidden_ram_bytes: int = 1 << 20,
+    hidden_gpu_bytes: int = 0,
+) -> Iterator[Subject]:
+    """Open a model folder."""
+    source = open_source(str(folder))
+    streaming = None
+    if streamed:
+        model = build_skeleton(source, dtype=dtype)
+        streaming = Streaming(
+            dtype=dtype,
+            device=device,
+            hidden_ram_bytes=hidden_ram_bytes,
+            scratch=folder.parent,
+            copies_ahead=copies_ahead,
+            hidden_gpu_bytes=hidden_gpu_bytes,
+        )
+    else:
+        model = load_model(source, dtype=dtype, device=device, device_map=None)
+    with Checkpoint.open(folder) as checkpoint:
+        yield Subject(prepare(model, checkpoint, ()), source, checkpoint, streaming)
+
+
+def as_bytes(stats: CalibrationStats, folder: Path) -> bytes:
+    """Return the bytes of the statistics file."""
+    path = folder / "as_bytes.safetensors"
+    save_stats(stats, path)
+    return path.read_bytes()
+
+
 def run_calibration(
     folder: Path,
     plan: DataPlan,
     *,
     batch_size: int = 1,
     weights: bool = True,
-    dtype: torch.dtype = torch.float32,
-    streamed: bool = False,
-    ram_bytes: int = 1 << 20,
     shard: tuple[int, int] | None = None,
+    **options: Any,
 ) -> tuple[Any, CalibrationStats]:
     """Open, load and calibrate a folder, with all statistics.
 
@@ -92,34 +189,15 @@ def run_calibration(
     (`sites[Site]` with `amax`, `count`, `histogram`, ...; `geometry`; `header.skipped`). `shard` is
     the number of the part, from 1, and that of all parts.
     """
-    source = open_source(str(folder))
-    streaming = None
-    if streamed:
-        model = build_skeleton(source, dtype=dtype)
-        streaming = Streaming(
-            dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
-        )
-    else:
-        model = load_model(source, dtype=dtype, device="cpu", device_map=None)
     part = None if shard is None else Share(index=shard[0], count=shard[1])
-    with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, ())
-        observe = Observe(weights=weights)
-        header = make_header(
-            *(prepared, plan, source, checkpoint), observe=observe, recipe_name="test"
-        )
-        run = CalibrationRun(
-            prepared=prepared,
+    with opened(folder, **options) as subject:
+        stats = subject.calibrate(
+            WorkShare(shard=part),
             plan=plan,
-            checkpoint=checkpoint,
-            header=header,
-            observe=observe,
             batch_size=batch_size,
-            progress=Silent(),
-            streaming=streaming,
-            shard=part,
+            observe=Observe(weights=weights),
         )
-        return prepared, collect_stats(run)
+        return subject.prepared, stats
 
 
 def join_shards(shards: Sequence[CalibrationStats]) -> CalibrationStats:

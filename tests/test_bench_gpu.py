@@ -13,6 +13,7 @@ from scripts.benchmarks import gpu
 from tests import zoo
 from tests.kit.minutes import takes_minutes
 
+pytestmark = takes_minutes
 ROOT = Path(__file__).parents[1]
 SHAPE = "tiny=2,64,96,4,2,128"
 
@@ -35,7 +36,6 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@takes_minutes
 def test_every_row_is_measured_or_says_why_not(tmp_path: Path) -> None:
     done = run(tmp_path, "--json", str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,6 @@ def test_a_model_that_cannot_be_made_leaves_its_rows_open(tmp_path: Path) -> Non
     assert all(" | open | " in row for row in rows)
 
 
-@takes_minutes
 @pytest.mark.parametrize("room", [2e-4, 1.0])
 def test_accelerate_runs_the_model_with_weights_beyond_the_limit(
     room: float, tmp_path: Path

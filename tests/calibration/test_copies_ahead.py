@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from fp8calib.calibration import calibrate
-from fp8calib.calibration import journal as journal_module
 from fp8calib.calibration.decoder import OutOfMemoryInForward, copy_ids
-from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_steps import HiddenStateStore
 from fp8calib.calibration.streamed_weights import (
     EmbeddingRows,
@@ -29,9 +27,14 @@ from fp8calib.calibration.streamed_weights import (
 from fp8calib.errors import ModelError
 from scripts.benchmarks.launches import WorkCounter
 from tests import zoo
-from tests.calibration.running import LENGTHS, OBSERVE, WorkShare, as_bytes, opened, rows_of
 from tests.calibration.test_back_off import limit_memory
-from tests.doors import Silent
+from tests.calibration.test_resume import (  # noqa: F401 -- a fixture
+    Stopping,
+    interrupt,
+    keep_every_batch,
+    keep_in,
+)
+from tests.doors import LENGTHS, WorkShare, as_bytes, opened, rows_of
 from tests.simulated_gpus import Event, gpu
 
 pytestmark = pytest.mark.skipif(
@@ -55,8 +58,10 @@ def run(
         return as_bytes(subject.calibrate(share, batch_size=batch_size), folder)
 
 
-@pytest.mark.parametrize("options", [AHEAD, ON_GPU])
-@pytest.mark.parametrize(("family", "dtype"), [("mixtral", "float32"), ("llama", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [("mixtral", "float32", AHEAD), ("llama", "bfloat16", ON_GPU)],
+)
 def test_statistics_are_those_of_a_gpu_that_holds_one_layer(
     family: str, dtype: str, options: Any, tmp_path: Path
 ) -> None:
@@ -108,7 +113,7 @@ def test_the_host_waits_for_no_layer_and_for_no_batch(
     monkeypatch.setattr(calibrate, "INTERVAL_S", 600.0)  # else a slow machine looks for NaN between
     waits = []
     with gpu():
-        for lengths in (LENGTHS[:4], LENGTHS * 2):
+        for lengths in (LENGTHS[:2], LENGTHS[:6]):
             with (
                 opened(folder / "model", **ON_GPU) as subject,
                 WorkCounter(torch.device("cuda")) as counter,
@@ -202,35 +207,17 @@ def test_an_error_in_the_thread_reaches_the_caller(
         run(folder, ON_GPU)
 
 
-def test_an_interrupted_run_resumes_and_copies_only_what_it_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(journal_module, "LAYER_INTERVAL_PER_COST", 0.0)
+@pytest.mark.usefixtures("keep_every_batch")
+def test_an_interrupted_run_resumes_and_copies_only_what_it_runs(folder: Path) -> None:
     made: list[str] = []
-    (folder / "kept").mkdir()
-
-    class Stopping(Silent):
-        left = 2 * 7 + 3
-
-        def advance(self, steps: int) -> None:
-            self.left -= bool(steps)
-            if not self.left:
-                raise KeyboardInterrupt
-
     with gpu():
         expected = run(folder, ON_GPU)
         with opened(folder / "model", **ON_GPU) as subject:
-
-            def keep() -> WorkShare:
-                header, kept = subject.header(rows_of(LENGTHS), OBSERVE), folder / "kept"
-                journal = Journal(kept, header, shard=None, batch_size=2, warn=made.append)
-                journal.load()
-                return WorkShare(journal=journal)
-
+            share = keep_in(folder / "kept", subject)
             with pytest.raises(KeyboardInterrupt):
-                subject.calibrate(keep(), progress=Stopping())
+                subject.calibrate(share, progress=Stopping(1 + 2 * 7 + 3, interrupt))
             with watch(lambda part: made.append(next(iter(part.wanted)))):
-                assert as_bytes(subject.calibrate(keep()), folder) == expected
+                share = keep_in(folder / "kept", subject)
+                assert as_bytes(subject.calibrate(share), folder) == expected
     layers = [name.split(".")[2] for name in made if ".layers." in name]
     assert layers == ["2", "3"]

@@ -243,107 +243,75 @@ def test_videos_are_refused(tmp_path: Path) -> None:
 # --- columns and marks ----------------------------------------------------------------------------
 
 A, B = "a b.png", "other.png"
+TURN = {"role": "user", "content": "What?"}
+ANSWER = {"role": "assistant", "content": "A plot."}
+PARTS = [{"type": "text", "text": "One "}, {"type": "image"}, {"type": "image", "image": B}]
 
 
-def shape(row: Row) -> list[tuple[str, list[str]]]:
-    """Give each message's role and parts: text, or the path of a medium."""
+def show(row: Row) -> str:
+    """Give each message's role and content, a medium as its path in brackets."""
 
-    def show(part: str | Medium) -> str:
+    def spell(part: str | Medium) -> str:
         return f"[{part.value}]" if isinstance(part, Medium) else part
 
-    return [(m["role"], list(map(show, m["content"]))) for m in row.messages or ()]
+    return " | ".join(
+        f"{m['role']}: {''.join(map(spell, m['content']))}" for m in row.messages or ()
+    )
 
 
-def talk(*texts: Any) -> list[dict[str, Any]]:
+def talk(*texts: str) -> list[dict[str, str]]:
     roles = ("human", "gpt") * len(texts)
     return [{"from": role, "value": text} for role, text in zip(roles, texts, strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"text": "What?", "image": A}, [("user", [f"[{A}]", "What?"])]),
-        ({"text": "What?", "images": [A, B]}, [("user", [f"[{A}]", f"[{B}]", "What?"])]),
-        (
-            {"text": "Is <image> like <image>?", "images": [A, B]},
-            [("user", ["Is ", f"[{A}]", " like ", f"[{B}]", "?"])],
-        ),
-        ({"text": "a<b>", "images": []}, None),
-        (
-            {"conversations": talk("<image>\nWhat?", "A plot."), "image": A},
-            [("user", [f"[{A}]", "\nWhat?"]), ("assistant", ["A plot."])],
-        ),
-        (
-            {"conversations": talk("Hi", "Hi", "See <image>", "So?"), "images": [B]},
-            [
-                ("user", ["Hi"]),
-                ("assistant", ["Hi"]),
-                ("user", ["See ", f"[{B}]"]),
-                ("assistant", ["So?"]),
-            ],
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": "What?"},
-                ],
-                "images": [A],
-            },
-            [("system", ["Be brief."]), ("user", [f"[{A}]", "What?"])],
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "One "},
-                            {"type": "image"},
-                            {"type": "image", "image": B},
-                        ],
-                    },
-                ],
-                "images": [A],
-            },
-            [("user", ["One ", f"[{A}]", f"[{B}]"])],
-        ),
-        (
-            {"prompt": "What <image> is", "completion": " this.", "image": A},
-            [("user", ["What ", f"[{A}]", " is this."])],
-        ),
-        (
-            {
-                "prompt": [{"role": "user", "content": "What?"}],
-                "completion": [{"role": "assistant", "content": "A plot."}],
-                "images": [A],
-            },
-            [("user", [f"[{A}]", "What?"]), ("assistant", ["A plot."])],
-        ),
-        (
-            {"instruction": "Describe.", "input": "<image>", "output": "A plot.", "image": A},
-            [("user", ["Describe.\n\n", f"[{A}]"]), ("assistant", ["A plot."])],
-        ),
-        (
-            {"text": "All?", "audio": "s.wav", "images": [A]},
-            [("user", [f"[{A}]", "[s.wav]", "All?"])],
-        ),
-        (
-            {"text": "<audio>, <image>", "audio": "s.wav", "image": A},
-            [("user", ["[s.wav]", ", ", f"[{A}]"])],
-        ),
-        ({"text": "<audio> is a tag", "image": A}, [("user", [f"[{A}]", "<audio> is a tag"])]),
-    ],
-)
+PLACES: list[tuple[dict[str, Any], str]] = [
+    ({"text": "What?", "image": A}, f"user: [{A}]What?"),
+    ({"text": "What?", "images": [A, B]}, f"user: [{A}][{B}]What?"),
+    (
+        {"text": "Is <image> like <image>?", "images": [A, B]},
+        f"user: Is [{A}] like [{B}]?",
+    ),
+    (
+        {"conversations": talk("<image>\nWhat?", "A plot."), "image": A},
+        f"user: [{A}]\nWhat? | assistant: A plot.",
+    ),
+    (
+        {"conversations": talk("Hi", "Hi", "See <image>", "So?"), "images": [B]},
+        f"user: Hi | assistant: Hi | user: See [{B}] | assistant: So?",
+    ),
+    (
+        {"messages": [{"role": "system", "content": "Be brief."}, TURN], "images": [A]},
+        f"system: Be brief. | user: [{A}]What?",
+    ),
+    ({"messages": [{"role": "user", "content": PARTS}], "images": [A]}, f"user: One [{A}][{B}]"),
+    (
+        {"prompt": "What <image> is", "completion": " this.", "image": A},
+        f"user: What [{A}] is this.",
+    ),
+    (
+        {"prompt": [TURN], "completion": [ANSWER], "images": [A]},
+        f"user: [{A}]What? | assistant: A plot.",
+    ),
+    (
+        {"instruction": "Describe.", "input": "<image>", "output": "A plot.", "image": A},
+        f"user: Describe.\n\n[{A}] | assistant: A plot.",
+    ),
+    ({"text": "All?", "audio": "s.wav", "images": [A]}, f"user: [{A}][s.wav]All?"),
+    ({"text": "<audio>, <image>", "audio": "s.wav", "image": A}, f"user: [s.wav], [{A}]"),
+    ({"text": "<audio> is a tag", "image": A}, f"user: [{A}]<audio> is a tag"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), PLACES)
 def test_media_of_columns_stand_at_the_marks_or_before_the_first_question(
-    row: dict[str, Any], expected: Any
+    row: dict[str, Any], expected: str
 ) -> None:
     found = parse_row(row, "x:1")
-    if expected is None:
-        assert found == Row("x:1", text=row["text"])
-    else:
-        assert shape(found) == expected
-        assert found.text is None
+    assert (show(found), found.text) == (expected, None)
+
+
+def test_a_column_without_media_leaves_the_text() -> None:
+    assert parse_row({"text": "a<b>", "images": []}, "x:1") == Row("x:1", text="a<b>")
 
 
 # --- sources --------------------------------------------------------------------------------------

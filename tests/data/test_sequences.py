@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import ReadRow, Row
@@ -20,7 +22,24 @@ from fp8calib.data.sequences import DataPlan, batches, parse_share
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, UsageError
-from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
+
+WORDS = ("<s>", "</s>", "<unk>", "user", "assistant", "system", ":", "a", "b", "c", "d", "e")
+"""Word number i has id i: BOS 0, EOS 1, unknown 2, roles 3 to 5, colon 6, a to e 7 to 11."""
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+
+
+def make_tokenizer(*, template: str | None = None) -> Any:
+    """Build a tokenizer that splits at spaces and adds a BOS; its context is 4 tokens."""
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=WORDS[2]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    names = dict(zip(("bos_token", "eos_token", "unk_token"), WORDS, strict=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=4, **names)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def refuse_tokenizer() -> Any:

@@ -14,7 +14,7 @@ from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.decoded import check_unquantized
 from tests import zoo
 from tests.architectures import families
-from tests.calibration.running import as_bytes, opened
+from tests.doors import as_bytes, opened
 from tests.kit.checkpoints import change_tensors
 
 LAYER = "model.layers.0.self_attn"

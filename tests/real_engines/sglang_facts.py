@@ -1,23 +1,10 @@
-"""What `scripts/read-engines` reads of a release of SGLang.
-
-Its models are opened by a process for each release, since what it opens is kept
-(`sglang_sources.py`): `python -m tests.real_engines.sglang_facts NAME` prints one fact.
-"""
+"""What `scripts/read-engines` reads of a release of SGLang."""
 
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import redirect_stdout
-from functools import cache
-from pathlib import Path
 from typing import Any
-
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
 from fp8calib.engines.status import Evidence
@@ -32,42 +19,15 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_sglang_configs,
 )
-from tests.real_engines.sglang_sources import (
-    REQUIREMENT,
-    gives_scales_a_place,
-    list_entries,
-    list_models_with_scales,
-)
-from tests.real_engines.sglang_survey import (
-    MODELS,
-    OTHERS,
-    WRAPPERS,
-    gives_parameters,
-    hold_zeros,
-    survey,
-)
+from tests.real_engines.sglang_sources import list_entries
+from tests.real_engines.sglang_survey import survey_release
 from tests.real_engines.type_facts import Probe, read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_sources import take
 
-ROOT = Path(__file__).parents[2]
 _O = f"{LAYER}.self_attn.o_proj"
 _COMPRESSED = "compressed_tensors/compressed_tensors.py"
 _CONFIG = "srt/configs/model_config.py"
 _MODELS = "srt/models/"
-_FAILING_LOADERS = (
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "Llama4ForCausalLM",
-    "Llama4ForConditionalGeneration",
-)
-"""Classes whose `load_kv_cache_scales` always fails: Llama 4's inner model has none, HunYuan's
-attention no `kv_scale`."""
-_OTHER_TYPES = {
-    "glm5_next": "Glm5NextForConditionalGeneration",
-    "mimo": "MiMoForCausalLM",
-    "mimo_v2": "MiMoV2ForCausalLM",
-}
-"""Model types with a file of scales that transformers has no text class of."""
 
 
 def choose(package: Package, section: Mapping[str, Any], path: str) -> str:
@@ -125,73 +85,13 @@ def read_mx(package: Package) -> Iterator[str]:
                 yield f"{form} {what}"
 
 
-def list_placeless() -> Iterable[str]:
-    """List the model types whose attention is created without the quantization config."""
-    texts = {text_type: architecture for architecture, text_type, _ in WRAPPERS.values()}
-    for model_type, architecture in sorted((texts | _list_types()).items()):
-        if architecture in list_entries() and gives_scales_a_place(architecture) is False:
-            yield model_type
-
-
-def _list_types() -> dict[str, str]:
-    """Name the class of model types."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | _OTHER_TYPES | OTHERS | MODELS
-
-
-def list_types_with_files() -> Iterable[str]:
-    """List the model types whose class reads a file of scales."""
-    classes = list_models_with_scales().difference(_FAILING_LOADERS)
-    return sorted(each for each, name in _list_types().items() if name in classes)
-
-
-_FACTS: Mapping[str, tuple[Callable[[], Iterable[str] | bool], str, Evidence]] = {
-    "attention of this model type has no parameters for KV scales": (
-        list_placeless,
-        f"{_MODELS} RadixAttention",
-        Evidence.READ,
-    ),
-    "class of this model type reads a file of scales": (
-        list_types_with_files,
-        f"{_MODELS} load_kv_cache_scales",
-        Evidence.READ,
-    ),
-    "compressed-tensors' attention has parameters for KV scales": (
-        lambda: gives_parameters("compressed-tensors"),
-        f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method",
-        Evidence.READ,
-    ),
-    "two KV scales of zero count as not loaded": (
-        lambda: hold_zeros() != "refused",
-        "srt/layers/quantization/kv_cache.py BaseKVCacheMethod.process_weights_after_loading",
-        Evidence.RUN,
-    ),
-    "loaders of qwen3_5 map self_attn.k_scale": (
-        lambda: survey("qwen3_5_text")["ours"] == "used",
-        f"{_MODELS}qwen3_5.py Qwen3_5ForConditionalGeneration.load_weights",
-        Evidence.RUN,
-    ),
-}
-"""What is asked of the models: in which way, where in the sources, and how it is known."""
-
-
-@cache
-def _read_models(package: Package) -> Mapping[str, list[str] | bool]:
-    """Ask a process of its own for all of them."""
-    command = [sys.executable, "-m", "tests.real_engines.sglang_facts"]
-    environment = {**os.environ, REQUIREMENT: package.requirement, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+def _survey(
+    read: Callable[[Mapping[str, Any]], Iterable[str] | bool], source: str, how: Evidence
+) -> Probe:
+    """Make a probe of what the models of a release do."""
+    return Probe(
+        read=lambda package: read(survey_release(package.requirement)), source=source, how=how
     )
-    found: Mapping[str, list[str] | bool] = json.loads(done.stdout)
-    return found
-
-
-def main() -> None:
-    """Print as JSON what the models of a release do."""
-    with redirect_stdout(sys.stderr):  # some loaders print
-        asked = ((name, ask()) for name, (ask, _, _) in _FACTS.items())
-        found = {name: value if isinstance(value, bool) else [*value] for name, value in asked}
-    json.dump(found, sys.stdout)
 
 
 _CHOICE = f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method"
@@ -264,16 +164,29 @@ PROBES: Mapping[str, Probe] = {
         )
         for what, path in (("linear", _O), ("expert", f"{LAYER}.mlp.experts"))
     },
-    **{
-        name: Probe(
-            read=lambda package, name=name: _read_models(package)[name],
-            source=source,
-            how=how,
-        )
-        for name, (_, source, how) in _FACTS.items()
-    },
+    "attention of this model type has no parameters for KV scales": _survey(
+        lambda found: sorted(name for name, has_one in found["places"].items() if not has_one),
+        f"{_MODELS} RadixAttention",
+        Evidence.READ,
+    ),
+    "class of this model type reads a file of scales": _survey(
+        lambda found: sorted(found["files"]),
+        f"{_MODELS} load_kv_cache_scales",
+        Evidence.READ,
+    ),
+    "compressed-tensors' attention has parameters for KV scales": _survey(
+        lambda found: "compressed-tensors" in found["methods"],
+        f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method",
+        Evidence.READ,
+    ),
+    "two KV scales of zero count as not loaded": _survey(
+        lambda found: found["zeros"] != "refused",
+        "srt/layers/quantization/kv_cache.py BaseKVCacheMethod.process_weights_after_loading",
+        Evidence.RUN,
+    ),
+    "loaders of qwen3_5 map self_attn.k_scale": _survey(
+        lambda found: found["models"]["qwen3_5_text"]["ours"] == "used",
+        f"{_MODELS}qwen3_5.py Qwen3_5ForConditionalGeneration.load_weights",
+        Evidence.RUN,
+    ),
 }
-
-
-if __name__ == "__main__":
-    main()

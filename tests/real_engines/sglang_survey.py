@@ -1,15 +1,21 @@
-"""Print as JSON what a release of SGLang does with KV scales, by its own code.
+"""What a release of SGLang does with KV scales, by its own code.
 
-python -m tests.real_engines.sglang_survey
+What is opened of a package is kept (`sglang_sources.py`), so that each release has a process of its
+own: `python -m tests.real_engines.sglang_survey` prints as JSON what `survey_release` gives.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import (
@@ -19,8 +25,13 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.engines.check_handmade import spell
 from tests.real_engines.sglang_models import _parse, hold_kv_scales, load, read_classes
-from tests.real_engines.sglang_sources import gives_scales_a_place, list_models_with_scales
+from tests.real_engines.sglang_sources import (
+    REQUIREMENT,
+    gives_scales_a_place,
+    list_models_with_scales,
+)
 
+ROOT = Path(__file__).parents[2]
 QUANTIZATION = "sglang/srt/layers/quantization/"
 CONFIGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "compressed-tensors": (
@@ -62,6 +73,20 @@ OTHERS = {
     "step3p5": "Step3p5ForCausalLM",
 }
 """More of them, of which only the attention is looked at."""
+_OTHER_TYPES = {
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "mimo": "MiMoForCausalLM",
+    "mimo_v2": "MiMoV2ForCausalLM",
+}
+"""Model types with a file of scales that transformers has no text class of."""
+_FAILING_LOADERS = (
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+)
+"""Classes whose `load_kv_cache_scales` always fails: Llama 4's inner model has none, HunYuan's
+attention no `kv_scale`."""
 _TEXT_TYPES = {
     "cohere2_vision": "cohere2",
     **{name: f"{name}_text" for name in ("gemma3", "gemma3n", "gemma4", "glm4v", "glm4v_moe")},
@@ -93,6 +118,21 @@ SPELLINGS = {
 }
 
 
+@cache
+def survey_release(requirement: str) -> Mapping[str, Any]:
+    """Ask a process of its own for all that `list_found` lists of a release."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.real_engines.sglang_survey"],
+        env={**os.environ, REQUIREMENT: requirement, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: Mapping[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
     """Run the loaders of all models on the names of scales."""
     with redirect_stdout(sys.stderr):  # some loaders print
@@ -109,13 +149,23 @@ def list_found() -> dict[str, object]:
         },
         "places": {
             name: gives_scales_a_place(architecture)
-            for name, architecture in (MODELS | OTHERS).items()
+            for name, architecture in list_types().items()
             if is_there(architecture)
         },
-        "files": sorted(list_models_with_scales()),
+        "files": [
+            name
+            for name, architecture in list_types().items()
+            if architecture in list_models_with_scales().difference(_FAILING_LOADERS)
+        ],
         "methods": [method for method in CONFIGS if gives_parameters(method)],
         "zeros": hold_zeros(),
     }
+
+
+def list_types() -> dict[str, str]:
+    """Name the class of model types."""
+    texts = {text_type: architecture for architecture, text_type, _ in WRAPPERS.values()}
+    return texts | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | _OTHER_TYPES | OTHERS | MODELS
 
 
 def is_there(architecture: str) -> bool:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +38,8 @@ from tests.real_engines.release_configs import (
     describe_group,
     open_sglang_configs,
 )
-from tests.real_engines.sglang_sources import REQUIREMENT
-from tests.real_engines.sglang_survey import MODELS, OTHERS, SPELLINGS, WRAPPERS
+from tests.real_engines.sglang_survey import MODELS, OTHERS, SPELLINGS, WRAPPERS, survey_release
 
-ROOT = Path(__file__).parents[2]
 CONFIGS: Mapping[str, object] = {
     "compressed-tensors": PER_TENSOR,
     "fp8": FP8,
@@ -56,24 +49,10 @@ CONFIGS: Mapping[str, object] = {
 by_release = pytest.mark.parametrize("release", SGLANG_RELEASES, ids=lambda each: each.version)
 
 
-@cache
 def survey(release: Release) -> Mapping[str, Any]:
     """Run the code of a release."""
     open_release(release)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.real_engines.sglang_survey"],
-        env={
-            **os.environ,
-            REQUIREMENT: f"{release.package}=={release.version}",
-            "PYTHONPATH": str(ROOT),
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: Mapping[str, Any] = json.loads(done.stdout)
-    return found
+    return survey_release(f"{release.package}=={release.version}")
 
 
 def ask_release(
@@ -93,49 +72,39 @@ def check_statuses(
     return {verdict.status.value for layer in report.layers for verdict in (layer.k, layer.v)}
 
 
-def list_folders(tmp_path: Path) -> Iterator[Path]:
-    number = 0
-    while True:
-        number += 1
-        yield tmp_path / str(number)
+WRAPPED = {
+    name: {
+        "model_type": model_type,
+        "architecture": architecture,
+        "path": "model.language_model.layers.{}.self_attn",
+    }
+    for name, (architecture, model_type, _) in WRAPPERS.items()
+}
+"""Models with other inputs."""
+PLAIN = {
+    model_type: {"model_type": model_type, "architecture": architecture}
+    for model_type, architecture in MODELS.items()
+}
 
 
 @by_release
-def test_every_spelling_ends_as_in_the_models_own_loader(release: Release, tmp_path: Path) -> None:
-    folders = list_folders(tmp_path)
-    wrong = {}
-    for model_type, outcomes in survey(release)["models"].items():
-        for spelling, expected in outcomes.items():
-            found = check_statuses(
-                next(folders),
-                release,
-                SPELLINGS[spelling],
-                model_type=model_type,
-                architecture=MODELS[model_type],
+@pytest.mark.parametrize(("kind", "models"), [("models", PLAIN), ("wrappers", WRAPPED)])
+def test_every_spelling_ends_as_in_the_models_own_loader(
+    release: Release, kind: str, models: Mapping[str, Mapping[str, str]], tmp_path: Path
+) -> None:
+    found = {
+        name: {
+            spelling: check_statuses(
+                tmp_path / f"{name}-{number}", release, SPELLINGS[spelling], **models[name]
             )
-            if found != {expected}:
-                wrong[model_type, spelling] = (found, expected)
-    assert not wrong
-
-
-@by_release
-def test_likewise_in_models_with_other_inputs(release: Release, tmp_path: Path) -> None:
-    folders = list_folders(tmp_path)
-    wrong = {}
-    for name, outcomes in survey(release)["wrappers"].items():
-        architecture, model_type, _ = WRAPPERS[name]
-        for spelling, expected in outcomes.items():
-            found = check_statuses(
-                next(folders),
-                release,
-                SPELLINGS[spelling],
-                model_type=model_type,
-                architecture=architecture,
-                path="model.language_model.layers.{}.self_attn",
-            )
-            if found != {expected}:
-                wrong[name, spelling] = (found, expected)
-    assert not wrong
+            for number, spelling in enumerate(outcomes)
+        }
+        for name, outcomes in survey(release)[kind].items()
+    }
+    assert found == {
+        name: {spelling: {outcome} for spelling, outcome in outcomes.items()}
+        for name, outcomes in survey(release)[kind].items()
+    }
 
 
 @by_release

@@ -22,9 +22,9 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.model.load import open_source
 from fp8calib.model.shapes import Role, Site
-from tests.calibration.running import WorkShare, as_bytes, opened
 from tests.calibration.test_resume import Stopping, interrupt
 from tests.cli.program import succeed
+from tests.doors import WorkShare, as_bytes, opened
 from tests.kit.minutes import HAS_MINUTES
 from tests.kit.multimodal import (
     MULTIMODAL,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8calib.model.shapes import Role
-from tests.calibration.running import as_bytes, opened
+from tests.doors import as_bytes, opened
 from tests.kit.multimodal import parametrize, save_multimodal
 from tests.truth.test_media import KINDS, plan_of
 

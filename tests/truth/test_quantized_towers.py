@@ -18,8 +18,8 @@ from transformers import AutoModelForMultimodalLM
 
 import fp8calib
 from fp8calib.quantization import ignored
-from tests.calibration.running import as_bytes, opened
 from tests.cli.program import run, succeed
+from tests.doors import as_bytes, opened
 from tests.kit.minutes import in_minutes
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality

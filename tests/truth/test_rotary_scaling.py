@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from tests import zoo
-from tests.calibration.running import opened
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
-from tests.doors import Role, Site, make_plan
+from tests.doors import Role, Site, make_plan, opened
 from tests.truth import brute_force
 from tests.zoo import draw
 

@@ -34,7 +34,7 @@ from fp8calib.verification.emulation.weights import Requantized
 from fp8calib.verification.score import score
 from scripts.benchmarks.launches import WorkCounter, make_emulations
 from tests import zoo
-from tests.calibration.running import opened, rows_of
+from tests.doors import opened, rows_of
 from tests.kit.minutes import in_minutes, takes_minutes
 from tests.simulated_gpus import simulated_gpus
 from tests.verification.by_hand import emulate_scheme, make_subject

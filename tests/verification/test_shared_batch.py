@@ -23,8 +23,7 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.score import Scores, score
 from tests import zoo
-from tests.calibration.running import LENGTHS, opened, rows_of
-from tests.doors import run_calibration
+from tests.doors import LENGTHS, opened, rows_of, run_calibration
 from tests.kit.minutes import in_minutes
 from tests.simulated_gpus import gpu
 from tests.verification.test_streamed_compare import VLLM, make_emulations

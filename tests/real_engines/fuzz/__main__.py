@@ -22,7 +22,6 @@ import torch
 from tests.real_engines.fuzz.compare import Kind
 from tests.real_engines.fuzz.draw import Case, draw, parse_case
 from tests.real_engines.fuzz.engines import (
-    RunObserver,
     TransformersObserver,
     VllmObserver,
     observe_sglang,
@@ -32,7 +31,6 @@ from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Evaluator, Observe, R
 from tests.real_engines.vllm_job import ForkServer
 
 ENGINES = ("vllm", "transformers", "sglang")
-ASKED_BY_NAME = ("run", RUN_IN_CHECK)
 _MOST_JOBS = 4
 """By default: each holds vLLM in memory."""
 _UNDAMAGED_IN_AGREEMENT = 0.5
@@ -50,8 +48,8 @@ def main() -> int:
     parser.add_argument(
         "--engine",
         action="append",
-        choices=(*ENGINES, *ASKED_BY_NAME),
-        help="instead of the three engines: `run` is the loader of `vllm check`",
+        choices=(*ENGINES, RUN_IN_CHECK),
+        help=f"instead of the three engines: {RUN_IN_CHECK} compares `vllm check` with vLLM",
     )
     parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1))
     options = parser.parse_args()
@@ -97,7 +95,7 @@ def evaluate(
         for number in range(count):
             name = str(number)
             names.put(name)
-            if not {"vllm", "run", RUN_IN_CHECK}.isdisjoint(engines):
+            if not {"vllm", RUN_IN_CHECK}.isdisjoint(engines):
                 servers[name] = stack.enter_context(ForkServer(folder / f"vllm-{name}.log"))
         if "sglang" in engines:
             read_wheel()  # once, while vLLM is imported
@@ -132,16 +130,15 @@ class _Worker:
         own = folder / name
         own.mkdir()
         observers: dict[str, Observe] = {}
-        run = RunObserver(servers[name], own) if name in servers else None
-        if run is not None:
-            vllm = VllmObserver(servers[name], own)
-            vllms = {"vllm": vllm, RUN_IN_CHECK: vllm, "run": run}
-            observers |= {each: vllms[each] for each in vllms if each in engines}
+        server = servers.get(name)
+        if server is not None:
+            vllm = VllmObserver(server, own)
+            observers |= {each: vllm for each in ("vllm", RUN_IN_CHECK) if each in engines}
         if "transformers" in engines:
             observers["transformers"] = TransformersObserver(own)
         if "sglang" in engines:
             observers["sglang"] = observe_sglang
-        cls.evaluator = Evaluator(own, observers, run.ask if run is not None else None)
+        cls.evaluator = Evaluator(own, observers, server)
 
     @classmethod
     def evaluate(cls, cases: Sequence[Case]) -> list[Result]:

@@ -321,7 +321,6 @@ EXCLUDED: dict[str, Mapping[str, str]] = {
         "GPU transformers dequantizes FP8 weights, and has no code for these",
     },
     "sglang": {},
-    "run": {r"^the build for CPU": "an error that `vllm check` calls one of the build for CPU"},
 }
 EXCLUDED["vllm-run"] = EXCLUDED["vllm"]
 """By engine: what an error's text matches, and why it is not compared."""

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from fp8calib.model.module_paths import split_expert
-from fp8calib.plugins.vllm.loader import EXPERTS, LoaderAnswer
 from tests.real_engines.fuzz.compare import (
     HeldPair,
     Observation,
@@ -90,37 +89,6 @@ class VllmObserver:
         answer = self._load(model, result, dtype="auto")
         result.unlink(missing_ok=True)
         return answer
-
-
-class RunObserver:
-    """Observes what the loader of `vllm check` does."""
-
-    def __init__(self, server: ForkServer, folder: Path) -> None:
-        self._run = server.run
-        self._result = folder / "run.json"
-
-    def __call__(self, _: Case, model: Path, original: Path) -> Observation:
-        """Load a checkpoint without its weights; the model before it was quantized is not used."""
-        del original
-        answer = self.ask(model, has_kv=True)
-        if answer.error:
-            build = "the build for CPU: " if answer.is_of_the_build else ""
-            return Observation(error=f"{build}{answer.error}")
-        missing = next((each for each in answer.missing if not each.endswith(EXPERTS)), "")
-        fault = f"{missing} is filled with nothing" if missing else ""
-        held = answer.scales[0].items()
-        return Observation(
-            layers={
-                index: HeldPair(k=pair["k"], v=pair["v"])
-                for name, pair in held
-                if (index := find_index(name)) is not None
-            },
-            weights_fault=fault if answer.runner == "generate" else _POOLING,
-        )
-
-    def ask(self, model: Path, *_: object, has_kv: bool, **__: object) -> LoaderAnswer:
-        """Answer in the place of a process that is started for the one question."""
-        return self._run(model, self._result, "fp8" if has_kv else "auto")
 
 
 def list_layers(held: Tensors) -> dict[int, HeldPair]:

@@ -30,16 +30,14 @@ from tests.real_engines.fuzz.draft import UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, Case
 from tests.real_engines.fuzz.engines import find_index, list_tensors
 from tests.real_engines.fuzz.forms import FORMS
-from tests.real_engines.vllm_job import PYTHON
+from tests.real_engines.vllm_job import PYTHON, ForkServer
 
 Observe = Callable[[Case, Path, Path], Observation | None]
 """From the case, its checkpoint, and the model before it was quantized, in bfloat16."""
 Observers = Mapping[str, Observe]
-AskLoader = Callable[..., LoaderAnswer]
-"""Stands for `ask_loader` of the product, which starts a process for each question."""
 RUN_IN_CHECK = "vllm-run"
 """Compares `vllm check` with a whole load in vLLM."""
-_RELEASES = dict.fromkeys(("vllm", "run", RUN_IN_CHECK), "vllm==0.32")
+_RELEASES = dict.fromkeys(("vllm", RUN_IN_CHECK), "vllm==0.32")
 """What `check` is asked about: the release that is run, where it is not the default."""
 _MOST_NUMBERS = 64
 """A tensor with more is no KV scale."""
@@ -63,10 +61,10 @@ class Evaluator:
     """Makes checkpoints in a folder, and asks about them."""
 
     def __init__(
-        self, folder: Path, observers: Observers, ask_loader: AskLoader | None = None
+        self, folder: Path, observers: Observers, server: ForkServer | None = None
     ) -> None:
         self._folder = folder
-        self._ask_loader = ask_loader
+        self._server = server
         self._observers = observers
         self._count = 0
 
@@ -103,11 +101,6 @@ class Evaluator:
             if cannot_tell(report):
                 result.excluded[engine] = "check says that it cannot tell"
                 return
-            if engine == "run" and _is_about_values(report, seen):
-                result.excluded[engine] = (
-                    "check names a fault of weights, which `vllm check` does not read"
-                )
-                return
             finding = compare(report, seen, list_stored(out), has_kv=has_kv)
         if finding:
             result.findings[engine] = finding
@@ -120,6 +113,11 @@ class Evaluator:
         with mock.patch("fp8calib.plugins.vllm.loader.ask_loader", self._ask_loader):
             return ask_check(out, "", "--python", str(PYTHON), command=("vllm", "check"))
 
+    def _ask_loader(self, model: Path, *_: object, has_kv: bool, **__: object) -> LoaderAnswer:
+        """Answer for `ask_loader` of the product, which starts a process for each question."""
+        assert self._server is not None
+        return self._server.run(model, self._folder / "run.json", "fp8" if has_kv else "auto")
+
     def _save_model(self, case: Case) -> Path:
         folder = self._folder / f"{case.architecture}-{case.dtype}-{case.layers}"
         if not folder.exists():
@@ -131,11 +129,6 @@ class Evaluator:
 def cannot_tell(report: Mapping[str, Any]) -> bool:
     """Whether `check` says that something is unknown, and does not call the engine refused."""
     return bool(report["unknown"]) and not find_refusal(report)
-
-
-def _is_about_values(report: Mapping[str, Any], seen: Observation) -> bool:
-    is_about = bool(report["weights"]) and report["weights"]["status"] in ("misread", "bad")
-    return is_about and not seen.error
 
 
 def write(case: Case, original: Path, out: Path) -> None:

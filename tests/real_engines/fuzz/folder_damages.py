@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tests.real_engines.fuzz.damage import (
     Change,
     Damage,
-    Fits,
     Select,
     drop,
     edit,
@@ -21,15 +20,10 @@ from tests.real_engines.fuzz.damage import (
     rename,
 )
 from tests.real_engines.fuzz.draft import INDEX, Draft, UnfitError
-from tests.real_engines.fuzz.forms import Form
 
 _WIDTH = 64
 _WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_moe")
 """Model types that store each expert by itself."""
-
-
-def _always(_: Form) -> bool:
-    return True
 
 
 def _strip_root(name: str) -> str:
@@ -136,58 +130,54 @@ def _write_index(edit: Callable[[str, Path], object]) -> Callable[[Path], None]:
     return write
 
 
-_DAMAGES: dict[str, tuple[Change, Fits]] = {
-    "prefix-more": (rename(list, lambda name: f"model.{name}"), _always),
-    "prefix-less": (rename(list, _strip_root), _always),
-    "foo": (_add("foo"), _always),
-    "head-bias": (_add("lm_head.bias"), _always),
-    "score": (_add("score.weight", 2, _WIDTH), _always),
-    "lora": (_add("{attention}.q_proj.lora_A.weight", 8, _WIDTH), _always),
-    "masked_bias": (_add("{attention}.masked_bias", 1), _always),
-    "rotary": (_add("{attention}.rotary_emb.inv_freq", 32), _always),
-    "k_bias": (_add("{attention}.k_proj.k_bias", 1), _always),
-    "norm-bias": (_add("{layer}.input_layernorm.bias", 3), _always),
-    "num_batches": (_add("{layer}.num_batches_tracked", 1), _always),
-    "k-rows-more": (edit(_one("k_proj.weight"), lambda t: torch.cat([t, t[:1]])), _always),
-    "k-empty": (edit(_one("k_proj.weight", "v_proj.weight"), lambda t: t[:0].clone()), _always),
-    "norm-short": (edit(_one("norm.weight"), lambda t: t[:-1].clone()), _always),
-    "norm-nan": (edit(_one("norm.weight"), _put_nan), _always),
-    "norm-missing": (drop(_one("layernorm.weight", "norm.weight")), _always),
-    "embedding-missing": (drop(_one("embed_tokens.weight", "wte.weight")), _always),
-    "head-missing": (drop(_one("lm_head.weight")), _always),
-    "expert-more": (_add_expert, _always),
-    "experts-w123": (
-        rename(
-            list,
-            lambda name: (
-                name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
-                if ".experts." in name
-                else name
-            ),
+_DAMAGES: dict[str, Change] = {
+    "prefix-more": rename(list, lambda name: f"model.{name}"),
+    "prefix-less": rename(list, _strip_root),
+    "foo": _add("foo"),
+    "head-bias": _add("lm_head.bias"),
+    "score": _add("score.weight", 2, _WIDTH),
+    "lora": _add("{attention}.q_proj.lora_A.weight", 8, _WIDTH),
+    "masked_bias": _add("{attention}.masked_bias", 1),
+    "rotary": _add("{attention}.rotary_emb.inv_freq", 32),
+    "k_bias": _add("{attention}.k_proj.k_bias", 1),
+    "norm-bias": _add("{layer}.input_layernorm.bias", 3),
+    "num_batches": _add("{layer}.num_batches_tracked", 1),
+    "k-rows-more": edit(_one("k_proj.weight"), lambda t: torch.cat([t, t[:1]])),
+    "k-empty": edit(_one("k_proj.weight", "v_proj.weight"), lambda t: t[:0].clone()),
+    "norm-short": edit(_one("norm.weight"), lambda t: t[:-1].clone()),
+    "norm-nan": edit(_one("norm.weight"), _put_nan),
+    "norm-missing": drop(_one("layernorm.weight", "norm.weight")),
+    "embedding-missing": drop(_one("embed_tokens.weight", "wte.weight")),
+    "head-missing": drop(_one("lm_head.weight")),
+    "expert-more": _add_expert,
+    "experts-w123": rename(
+        list,
+        lambda name: (
+            name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
+            if ".experts." in name
+            else name
         ),
-        _always,
     ),
-    "experts-parent": (
-        rename(list, lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts.")),
-        _always,
+    "experts-parent": rename(
+        list, lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
     ),
-    "consolidated": (_last(_write_consolidated), _always),
-    "second-file": (_last(_write_second), _always),
-    "dangling-link": (_last(_write_dangling), _always),
-    "folder-as-file": (_last(_write_folder), _always),
-    "pickle": (_last(_write_pickle), _always),
-    "generation": (_last(_write_generation), _always),
-    "index-metadata-null": (_last(_write_index(lambda name, _: name)), _always),
-    "index-dot": (_last(_write_index(lambda name, _: f"./{name}")), _always),
-    "index-absolute": (_last(_write_index(lambda name, folder: str(folder / name))), _always),
+    "consolidated": _last(_write_consolidated),
+    "second-file": _last(_write_second),
+    "dangling-link": _last(_write_dangling),
+    "folder-as-file": _last(_write_folder),
+    "pickle": _last(_write_pickle),
+    "generation": _last(_write_generation),
+    "index-metadata-null": _last(_write_index(lambda name, _: name)),
+    "index-dot": _last(_write_index(lambda name, _: f"./{name}")),
+    "index-absolute": _last(_write_index(lambda name, folder: str(folder / name))),
 }
 
 FOLDER_DAMAGES = tuple(
     Damage(
         name=f"f-{name}",
         change=change,
-        fits=fits,
+        fits=lambda _: True,
         architectures=_WITH_EXPERTS if name.startswith("expert") else (),
     )
-    for name, (change, fits) in _DAMAGES.items()
+    for name, change in _DAMAGES.items()
 )
