@@ -104,11 +104,6 @@ def make_subject(model: PreTrainedModel, checkpoint: Checkpoint) -> Subject:
     return Subject(model, geometry, source, find_selection(checkpoint))
 
 
-def plan_scheme(subject: Subject, scheme: Scheme) -> Candidate:
-    """Ask the product which parameters a plan of one scheme makes FP8."""
-    return emulate_scheme(subject, scheme, PLAIN)
-
-
 def emulate_scheme(
     subject: Subject, scheme: Scheme, numerics: Numerics, *, stats: CalibrationStats | None = None
 ) -> Candidate:

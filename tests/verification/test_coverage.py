@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.numerics.schemes import find_scheme
+from fp8calib.numerics.schemes import SCHEMES
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.kit.checkpoints import change_config, change_tensors
-from tests.verification.by_hand import make_subject, opened, plan_scheme
+from tests.verification.by_hand import PLAIN, emulate_scheme, make_subject, opened
 
 ROWS = [[(i * j) % 120 + 3 for j in range(1, 17)] for i in range(1, 7)]
 
@@ -88,16 +88,11 @@ def lose(folder: Path, name: str) -> None:
     change_tensors(folder, {name: None})
 
 
-def double(folder: Path, name: str) -> None:
-    change_tensors(folder, lambda tensors: {**tensors, name: tensors[name] * 2})
-
-
 def double_end(folder: Path, name: str) -> None:
     """Change the last value only."""
 
-    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].view(-1)[-1] *= 2
-        return tensors
 
     change_tensors(folder, change)
 
@@ -105,24 +100,20 @@ def double_end(folder: Path, name: str) -> None:
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
+NORM = "model.layers.1.input_layernorm.weight"
+
+
 @pytest.mark.parametrize(
     ("damage", "name", "says"),
     [
         # engines would run with what memory held, also if no scheme quantizes the tensor
-        *(
-            (lose, name, f"there is no weight for {name}")
-            for name in ("model.norm.weight", "model.layers.1.input_layernorm.weight", EMBEDDING)
-        ),
-        *(
-            (add_fp8, name, f"{name} is an embedding or the output head")
-            for name in (HEAD, EMBEDDING)
-        ),
+        (lose, NORM, f"there is no weight for {NORM}"),
+        (lose, EMBEDDING, f"there is no weight for {EMBEDDING}"),
+        (add_fp8, HEAD, f"{HEAD} is an embedding or the output head"),
+        (add_fp8, EMBEDDING, f"{EMBEDDING} is an embedding or the output head"),
         # nothing would come of a changed head: every candidate is scored by the model's own
-        *(
-            (damage, name, f"its {name} is not that of the model")
-            for name in (HEAD, EMBEDDING)
-            for damage in (double, double_end)
-        ),
+        (double_end, HEAD, f"its {HEAD} is not that of the model"),
+        (double_end, EMBEDDING, f"its {EMBEDDING} is not that of the model"),
     ],
 )
 def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refused(
@@ -151,25 +142,18 @@ def test_what_is_outside_the_text_decoder_is_left_out_and_told(tmp_path: Path) -
     assert torch.equal(before[str(tmp_path / "q")], after[str(tmp_path / "q")])
 
 
+WEIGHTS_ONLY = (
+    "only the weights are quantized here, not the inputs: not a linear of a decoder layer"
+)
+
+
 @pytest.mark.parametrize(
     ("family", "missed"),
     [
         ("llama", []),
         ("phimoe", []),
-        (
-            "gemma4_text",
-            [
-                "it: model.per_layer_model_projection.weight: only the weights are quantized here, "
-                "not the inputs: not a linear of a decoder layer"
-            ],
-        ),
-        (
-            "llama4_text",
-            [
-                "it: model.layers.0.feed_forward.experts.down_proj and 3 more: only the weights "
-                "are quantized here, not the inputs: not a linear of a decoder layer"
-            ],
-        ),
+        ("gemma4_text", ["model.per_layer_model_projection.weight"]),
+        ("llama4_text", ["model.layers.0.feed_forward.experts.down_proj and 3 more"]),
     ],
 )
 def test_what_no_scheme_reaches_is_told_and_routers_are_left(
@@ -180,16 +164,15 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     source = open_source(str(tmp_path))
     with Checkpoint.open(tmp_path) as checkpoint:
         subject = make_subject(build_skeleton(source), checkpoint)
-    blocks = plan_scheme(subject, find_scheme("fp8-block"))
-    assert [f"it: {note}" for note in blocks.notes] == missed
-    w8a16 = [f"it: {note}" for note in plan_scheme(subject, find_scheme("w8a16")).notes]
-    assert w8a16 == [text for text in missed if "not the inputs" not in text]
+    blocks = emulate_scheme(subject, SCHEMES["fp8-block"], PLAIN)
+    assert list(blocks.notes) == [f"{name}: {WEIGHTS_ONLY}" for name in missed]
+    assert not emulate_scheme(subject, SCHEMES["w8a16"], PLAIN).notes
 
 
 def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
     """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
     with opened(zoo.build("dbrx"), tmp_path) as subject:
-        planned = plan_scheme(subject, find_scheme("fp8-dynamic"))
+        planned = emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN)
     refused, missed = planned.notes
     assert refused.startswith(f"`quantize` does not write this model: {tmp_path}: ")
     assert "experts.mlp.v1 [192, 32] holds several matrices" in refused

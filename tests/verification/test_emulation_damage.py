@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,51 +62,16 @@ def by_numpy(before: np.ndarray, after: np.ndarray, scale: Any) -> dict[str, flo
     }
 
 
-def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
-    """K clips and V flushes; the padding of three sequences counts nowhere."""
-    scales = {
-        Site(f"model.layers.{i}.self_attn", role): value
-        for i, role, value in [
-            (0, Role.K, 2e-5), (0, Role.V, 3e-3), (1, Role.K, 5e-4), (1, Role.V, 30.0)
-        ]
-    }  # fmt: skip
-    quantizers = emulate_kv(make_table(llama, scales), PLAIN)
-    hooks = EmulationHooks(quantizers)
-    emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
-    made = Candidate(name="it", quantizers=quantizers, fitted=quantizers)
-    rows = list_layers(made, hooks.damage, {}, {}, llama.geometry.index_modules())
-    looking = MeasurementHooks([made])
-    emulate(llama, Candidate(), *BATCHES, hooks=looking)
-
-    assert {row.site for row in rows} == set(map(str, scales))
-    assert [row.sqnr_db for row in rows] == sorted(row.sqnr_db or 0 for row in rows)
-    kept: dict[Site, list[np.ndarray]] = {site: [] for site in scales}
-    plain: dict[Site, list[np.ndarray]] = {site: [] for site in scales}
-    for batch in BATCHES:
-        for store, is_quantized in ((kept, True), (plain, False)):
-            for site, x in seen(llama, batch, scales if is_quantized else None).items():
-                store[site].append(real_tokens(x, batch))
-    for row in rows:
-        site = next(site for site in scales if str(site) == row.site)
-        before = np.concatenate(kept[site])
-        scale = np.float32(scales[site])
-        after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
-        assert_row(row, by_numpy(before, after, scale))
-        assert row.scale == pytest.approx(scales[site], rel=1e-7)
-        before = np.concatenate(plain[site])
-        after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
-        found = Damage(*sum_damage(list(looking.found["it", site][0])).tolist())
-        assert found.signal == pytest.approx((before**2).sum(), rel=1e-5)
-        assert found.noise == pytest.approx(((after - before) ** 2).sum(), rel=1e-5)
-        assert found.num_elements == len(before)
-    assert max(row.clipped for row in rows) > 0.5
-    assert max(row.flushed for row in rows) > 0.001
+SCALES = {
+    Site(f"model.layers.{layer}.self_attn", role): scale
+    for layer, role, scale in [
+        (0, Role.K, 2e-5), (0, Role.V, 3e-3), (1, Role.K, 5e-4), (1, Role.V, 30.0)
+    ]
+}  # fmt: skip
 
 
-def seen(
-    subject: Subject, batch: Batch, scales: dict[Site, float] | None
-) -> dict[Site, torch.Tensor]:
-    """Keep K and V of a forward pass, quantized with `scales` or not at all."""
+def keep_kv(subject: Subject, scales: Mapping[Site, float] | None) -> dict[Site, np.ndarray]:
+    """Keep the real tokens of K and V, quantized with `scales` or not at all."""
 
     def change(index: int, role: Role) -> Any:
         if scales is None:
@@ -115,13 +80,44 @@ def seen(
         return lambda x: cast(x, scale)
 
     changes = {index: (change(index, Role.K), change(index, Role.V)) for index in (0, 1)}
-    cache = HandCache(subject.model.config, changes)
-    plain_forward(subject.model, batch, cache)
-    return {
-        Site(f"model.layers.{index}.self_attn", role): x
-        for index, pair in cache.seen.items()
-        for role, x in zip((Role.K, Role.V), pair, strict=True)
-    }
+    kept: dict[Site, list[np.ndarray]] = {}
+    for batch in BATCHES:
+        cache = HandCache(subject.model.config, changes)
+        plain_forward(subject.model, batch, cache)
+        for index, pair in cache.seen.items():
+            for role, x in zip((Role.K, Role.V), pair, strict=True):
+                site = Site(f"model.layers.{index}.self_attn", role)
+                kept.setdefault(site, []).append(real_tokens(x, batch))
+    return {site: np.concatenate(parts) for site, parts in kept.items()}
+
+
+def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
+    """K clips and V flushes; the padding of three sequences counts nowhere."""
+    quantizers = emulate_kv(make_table(llama, SCALES), PLAIN)
+    hooks = EmulationHooks(quantizers)
+    emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
+    made = Candidate(name="it", quantizers=quantizers, fitted=quantizers)
+    rows = list_layers(made, hooks.damage, {}, {}, llama.geometry.index_modules())
+    looking = MeasurementHooks([made])
+    emulate(llama, Candidate(), *BATCHES, hooks=looking)
+
+    assert {row.site for row in rows} == set(map(str, SCALES))
+    assert [row.sqnr_db for row in rows] == sorted(row.sqnr_db or 0 for row in rows)
+    quantized, plain = keep_kv(llama, SCALES), keep_kv(llama, None)
+    for row in rows:
+        site = next(site for site in SCALES if str(site) == row.site)
+        scale = np.float32(SCALES[site])
+        assert row.scale == pytest.approx(SCALES[site], rel=1e-7)
+        for before in (quantized[site], plain[site]):
+            after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
+            if before is quantized[site]:
+                assert_row(row, by_numpy(before, after, scale))
+        found = Damage(*sum_damage(list(looking.found["it", site][0])).tolist())
+        assert found.signal == pytest.approx((before**2).sum(), rel=1e-5)
+        assert found.noise == pytest.approx(((after - before) ** 2).sum(), rel=1e-5)
+        assert found.num_elements == len(before)
+    assert max(row.clipped for row in rows) > 0.5
+    assert max(row.flushed for row in rows) > 0.001
 
 
 def assert_row(row: LayerResult, expected: dict[str, float]) -> None:

@@ -42,6 +42,7 @@ from tests.verification.by_hand import emulate_scheme, make_subject
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
 STATIC = torch.tensor(0.0371)
 REFERENCE = find_emulated("reference")[1]
+SILENT: Any = SimpleNamespace(advance=lambda _tokens: None)
 DYNAMIC: Any = {"fmt": E4M3FN, "scale": Granularity.TOKEN}
 
 
@@ -144,7 +145,6 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                 hooks = MeasurementHooks(
                     [Candidate(name=n, quantizers=q, fitted=fits[n]) for n, q in kinds.items()]
                 )
-                silent: Any = SimpleNamespace(advance=lambda _tokens: None)
                 model: Any = nullcontext(subject.prepared)
                 if subject.streaming is not None:
                     tokens = find_distinct_tokens(text)
@@ -152,7 +152,7 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                         subject.prepared, subject.checkpoint, tokens, subject.streaming
                     )
                 with model as run, WorkCounter(torch.device("cuda")) as counter:
-                    score(run, candidates, text, hooks, progress=silent)
+                    score(run, candidates, text, hooks, progress=SILENT)
                 assert len(hooks.found) == 2 * len(made["kv"])
             waits.append(counter.work.waits)
     assert waits[2] - waits[1] == own * (12 - 4) // 2 * (1 + len(candidates))
@@ -164,7 +164,6 @@ def test_a_gpu_with_room_keeps_the_weights_that_a_candidate_changes(
 ) -> None:
     """They change once and are never read again; without room they do for each batch."""
     zoo.save(family, tmp_path / "model")
-    silent: Any = SimpleNamespace(advance=lambda _tokens: None)
     text = list(batches(rows_of([9] * 6), 2))
     calls: list[str] = []
 
@@ -195,7 +194,7 @@ def test_a_gpu_with_room_keeps_the_weights_that_a_candidate_changes(
             )
             before = {name: x.cpu() for name, x in model.named_parameters()}
             calls.clear()
-            scores = score(subject.prepared, [candidate], text, progress=silent)
+            scores = score(subject.prepared, [candidate], text, progress=SILENT)
             times = 1 if has_room else len(text)
             assert calls.count("apply") == times * len(candidate.weights)
             assert ({*calls} == {"apply"}) is has_room
@@ -212,10 +211,9 @@ def test_nan_of_a_batch_that_waits_on_a_gpu_names_the_sample(tmp_path: Path) -> 
     plan = rows_of([9] * 8)
     plan.sequences[6][3] = 127
     assert sum(int((ids == 127).sum()) for ids in plan.sequences) == 1
-    silent: Any = SimpleNamespace(advance=lambda _tokens: None)
     with gpu(), opened(tmp_path / "model", device="cuda") as subject:
         embedding = subject.prepared.model.get_input_embeddings()
         with torch.no_grad():
             embedding.weight[127] = torch.nan
         with pytest.raises(VerificationError, match=r"unquantized model: NaN or inf .* sample 6 "):
-            score(subject.prepared, (), list(batches(plan, 2)), progress=silent)
+            score(subject.prepared, (), list(batches(plan, 2)), progress=SILENT)

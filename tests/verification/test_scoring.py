@@ -151,19 +151,6 @@ def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None
     assert sum(rows) == 3 * (35 + 38)
 
 
-def test_a_divergence_by_hand() -> None:
-    """P = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): KL = 1/2 ln 2 - 1/4 ln 2."""
-    batch = Batch(first=0, input_ids=torch.tensor([[0, 2]]), lengths=(2,))
-    states = [torch.zeros(1, 2, 1), torch.ones(1, 2, 1)]
-    rows = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
-    reference, candidate = score_batch(
-        batch, states[0], states[1:], lambda x: rows[x[:, 0].long()] + 7.0, 3
-    )
-    assert reference.logprobs.tolist() == pytest.approx([np.log(0.25)])
-    assert candidate.klds.tolist() == pytest.approx([0.25 * np.log(2)], rel=1e-6)
-    assert candidate.agrees.tolist() == [False]
-
-
 @pytest.mark.parametrize("vocab_size", [3, 64, 130, 1000])
 def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> None:
     """In bfloat16 the largest logit often stands at several tokens; greedy decoding takes one."""
