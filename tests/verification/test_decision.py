@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,27 +328,48 @@ def conclude(
     )
 
 
-def weights(*found: CandidateResult, **more: Any) -> Decision:
-    """Decide between candidates with FP8 weights, of which a is compared with the others."""
-    answer = more.pop("a", None)
-    return settle(
-        candidates=(*found, candidate(SCALE_ONE, 0.006)),
-        layers=[row(each.name, "weight") for each in found],
-        fits={},
-        kv=None,
-        paired=[pair("a", each.name, 0.001, answer) for each in found if answer],
-        **more,
-    )
-
-
 NO, YES = need(None), need(WORSE, CLIPS)
 MINE = candidate("mine", 0.004)
-A, B = candidate("a", 0.03), candidate("b", 0.02)
-NEEDS_NONE, NEEDS = "This model does not need KV scales", "This model needs KV scales"
-LOST = candidate(SCALE_ONE, 3.0, OPEN, top1_agreement=0.5)
-FAILED_ONE = candidate(SCALE_ONE, 0.006, FAIL)
+NEEDS = {"no": NO, "yes": YES, "unsure": need(UNSURE, UNDERFLOWS)}
+KLD = {SCALE_ONE: 0.006, "mine": 0.004, "other": 0.004, "a": 0.03, "b": 0.02, "c": 0.01}
 ADDS = "At scale 1.0 v of layer 3 clips, which adds KLD +0.0020 ± 0.0005 to the 0.0040 ± 0.0002"
-COLLAPSE = "Scale 1.0 predicts another token than the unquantized model 50% of the time."
+
+
+def spell(name: str) -> str:
+    return SCALE_ONE if name == "1.0" else name
+
+
+def decide(needs: str, named: str, more: str) -> Decision:
+    """Decide on a row of `decisions.tsv`."""
+    made: dict[str, CandidateResult] = {}
+    for each in named.split():
+        name, _, given = each.partition("=")
+        verdict, kld, agreement = [*given.split(":"), "", ""][:3]
+        name = spell(name)
+        made[name] = candidate(
+            name,
+            float(kld or KLD[name]),
+            Verdict(verdict or "pass"),
+            top1_agreement=float(agreement or 1),
+        )
+    one = made.pop(SCALE_ONE, candidate(SCALE_ONE, 0.006))
+    flags = dict(each.partition(":")[::2] for each in more.split())
+    options: dict[str, Any] = {"has_gate": "gate" in flags, "is_strict": "strict" in flags}
+    options["refused"] = [spell(flags["refused"])] if "refused" in flags else []
+    if "ppl" in flags:
+        options["broken"] = explain_broken(float(flags["ppl"]), 49_152)
+    if needs != "weights":
+        fits = {flags["clips"]: [CLIPS]} if "clips" in flags else {}
+        return conclude(NEEDS[needs], *made.values(), one=one, fits=fits, **options)
+    answer = PairedAnswer(flags["a"]) if "a" in flags else None
+    return settle(
+        candidates=(*made.values(), one),
+        layers=[row(name, "weight") for name in made],
+        fits={},
+        kv=None,
+        paired=[pair("a", name, 0.001, answer) for name in made if answer],
+        **options,
+    )
 
 
 def describe(**more: Any) -> Decision:
@@ -381,84 +403,6 @@ def wrong(db: float, *roles: str) -> Decision:
 
 CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
     # what is decided, from what, the remedy, the headline, and a line of the details
-    ("serve 1.0", lambda: conclude(NO, MINE), Remedy.SERVE, f"{NEEDS_NONE}.",
-     "Against scale 1.0, mine is better (KLD -0.0020 ± 0.0005) by another rounding alone."),
-    ("1.0 fails", lambda: conclude(NO, MINE, one=FAILED_ONE, has_gate=True), Remedy.USE,
-     "Scale 1.0 fails the kv gate: use mine.", ""),
-    ("1.0 fails, no gate", lambda: conclude(NO, MINE, one=FAILED_ONE), Remedy.USE,
-     "Scale 1.0 loses much: use mine.", ""),
-    ("1.0 fails, mine warns",
-     lambda: conclude(NO, candidate("mine", 0.004, WARN), one=FAILED_ONE), Remedy.USE,
-     "Scale 1.0 loses much: use mine.", ""),
-    ("1.0 warns a gate that mine passes",
-     lambda: conclude(NO, MINE, one=candidate(SCALE_ONE, 0.006, WARN), has_gate=True), Remedy.USE,
-     "Scale 1.0 gets a warning of the kv gate: use mine.", ""),
-    ("1.0 fails, mine refused", lambda: conclude(NO, MINE, one=FAILED_ONE, refused=["mine"]),
-     Remedy.FIND_LAYERS, "", ""),
-    ("1.0 warns", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, WARN)), Remedy.SERVE,
-     f"{NEEDS_NONE}.", ""),
-    ("1.0 alone fails", lambda: conclude(NO, one=FAILED_ONE, has_gate=True), Remedy.FIND_LAYERS,
-     f"{NEEDS_NONE}, but an FP8 cache fails the kv gate.", ""),
-    ("1.0 is unknown",
-     lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, OPEN), has_gate=True), Remedy.NONE,
-     f"{NEEDS_NONE}, but whether an FP8 cache passes cannot be told.", ""),
-    ("1.0 is unknown, no gate", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, OPEN)),
-     Remedy.NONE, f"{NEEDS_NONE}, but this text cannot tell what an FP8 cache costs.", ""),
-    ("1.0 is refused", lambda: conclude(NO, refused=(SCALE_ONE,)), Remedy.NONE,
-     f"{NEEDS_NONE}, but the engine cannot load it.", ""),
-    ("a strict gate", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, WARN), is_strict=True),
-     Remedy.FIND_LAYERS, "", ""),
-    ("use mine", lambda: conclude(YES, MINE), Remedy.USE, f"{NEEDS}: use mine.", ADDS),
-    ("mine warns", lambda: conclude(YES, candidate("mine", 0.004, WARN), has_gate=True), Remedy.USE,
-     f"{NEEDS}: use mine, with a warning.", ""),
-    ("mine warns a strict gate",
-     lambda: conclude(YES, candidate("mine", 0.004, WARN), is_strict=True), Remedy.FIND_LAYERS,
-     "", ""),
-    ("mine fails", lambda: conclude(YES, candidate("mine", 0.004, FAIL)), Remedy.FIND_LAYERS,
-     f"{NEEDS}, and with mine it still loses much.", ADDS),
-    ("mine is unknown", lambda: conclude(YES, candidate("mine", 0.004, OPEN)), Remedy.NONE,
-     f"{NEEDS}. mine fits, but this text cannot tell what it costs.", ""),
-    ("mine is refused", lambda: conclude(YES, MINE, refused=("mine",)), Remedy.NONE,
-     f"{NEEDS}; mine would fit, but the engine cannot use it.", ""),
-    ("the one that passes",
-     lambda: conclude(YES, candidate("mine", 0.003, FAIL), candidate("other", 0.004)), Remedy.USE,
-     f"{NEEDS}: use other.",
-     "other costs KLD 0.0040 ± 0.0001: -0.0020 ± 0.0005 against scale 1.0."),
-    ("none fits", lambda: conclude(YES, MINE, fits={"mine": [CLIPS]}), Remedy.CALIBRATE,
-     f"{NEEDS}, and those of the candidates do not fit: calibrate.", "mine: v of layer 3 clips."),
-    ("below the noise", lambda: conclude(need(UNSURE, UNDERFLOWS), MINE), Remedy.NONE,
-     "This text cannot tell whether the model needs KV scales.",
-     "At scale 1.0 k of layer 5 is partly zeroed, which changes the KLD by +0.0020 ± 0.0005; about "
-     "120,000 tokens would tell."),
-    ("no better than chance",
-     lambda: conclude(NO, one=LOST, broken=explain_broken(51_443.0, 49_152)), Remedy.NONE,
-     "Nothing can be told: the unquantized model predicts no better than chance.", COLLAPSE),
-    ("better than chance", lambda: conclude(NO, broken=explain_broken(900.0, 49_152)),
-     Remedy.SERVE, f"{NEEDS_NONE}.", ""),
-    ("1.0 collapses",
-     lambda: conclude(NO, one=candidate(SCALE_ONE, 3.0, FAIL, top1_agreement=0.5)),
-     Remedy.FIND_LAYERS, "", COLLAPSE),
-    ("weights: the smaller loss", lambda: weights(A, B, a=WORSE), Remedy.USE,
-     "Use b: KLD 0.0200 ± 0.0001, perplexity ratio 1.0000 ± 0.0000.",
-     "Against b, a is worse (KLD +0.0010 ± 0.0005)."),
-    ("weights: alike", lambda: weights(A, B, a=UNSURE), Remedy.USE, "",
-     "Against b, a differs by less than this text can tell (KLD +0.0010 ± 0.0005)."),
-    ("weights: one is refused", lambda: weights(A, B, refused=("b",)), Remedy.USE,
-     "Use a: ", "The engine cannot use b."),
-    ("weights: one fails", lambda: weights(A, B, candidate("c", 0.01, FAIL), a=WORSE), Remedy.USE,
-     "Use b: ", ""),
-    ("weights: one is unknown", lambda: weights(A, B, candidate("c", 0.01, OPEN), a=WORSE),
-     Remedy.USE, "Use b: ", ""),
-    ("weights: all fail", lambda: weights(candidate("c", 0.01, FAIL)), Remedy.FIND_LAYERS, "", ""),
-    ("weights: all are unknown", lambda: weights(candidate("c", 0.01, OPEN)), Remedy.NONE, "", ""),
-    ("weights: all are refused", lambda: weights(candidate("c", 0.01, FAIL), refused=("c",)),
-     Remedy.NONE, "", ""),
-    ("weights: a strict gate", lambda: weights(candidate("a", 0.03, WARN), is_strict=True),
-     Remedy.FIND_LAYERS, "", ""),
-    ("weights: a warning", lambda: weights(candidate("a", 0.03, WARN), has_gate=True), Remedy.USE,
-     "a gets a warning: KLD 0.0300 ± 0.0001", ""),
-    ("weights: no gate", lambda: weights(candidate("a", 0.03, WARN)), Remedy.USE,
-     "a costs KLD 0.0300 ± 0.0001", ""),
     ("weights: wrong scales", lambda: wrong(-143.0, "weight"), Remedy.CHECK, "",
      "The scales of layers.3.attn.weight are wrong"),
     ("weights: scales that fit", lambda: wrong(31.0, "weight"), Remedy.FIND_LAYERS, "", ""),
@@ -475,7 +419,7 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
     ("v clips", lambda: misfit(loss_db=5.0, clips=True, flushed=0.02), Remedy.CALIBRATE, "",
      "mine: v of layer 3 clips."),
     ("q has no scale", query, Remedy.SCALE_QUERY,
-     f"{NEEDS}, and mine has no scale for q of layer 7.",
+     "This model needs KV scales, and mine has no scale for q of layer 7.",
      "At scale 1.0 v of layer 3 clips and q of layer 7 is partly zeroed, "),
     ("the cost of scales that fit is told once",
      lambda: conclude(YES, MINE.model_copy(update={"kld_se": 0.0002})), Remedy.USE, "",
@@ -483,14 +427,18 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
 ]  # fmt: skip
 
 
+for line in Path(__file__).with_name("decisions.tsv").read_text("utf-8").splitlines()[1:]:
+    name, *given = ("" if cell == "-" else cell for cell in line.split("\t"))
+    CASES.append((name, partial(decide, *given[:3]), Remedy(given[3]), *given[4:]))
+
+
 @pytest.mark.parametrize(
-    ("decide", "remedy", "headline", "line"),
-    [pytest.param(*each, id=name) for name, *each in CASES],
+    ("make", "remedy", "headline", "line"), [pytest.param(*each, id=name) for name, *each in CASES]
 )
 def test_the_decision_is(
-    decide: Callable[[], Decision], remedy: Remedy, headline: str, line: str
+    make: Callable[[], Decision], remedy: Remedy, headline: str, line: str
 ) -> None:
-    found = decide()
+    found = make()
     assert found.remedy is remedy
     assert found.headline.startswith(headline)
     assert not headline.endswith(".") or found.headline == headline
