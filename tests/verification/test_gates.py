@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,6 @@ from fp8calib.verification.report import LayerResult, Verdict
 from fp8calib.verification.summary import Summary
 from tests.kit.reports import make_layer
 
-PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
-OPEN = Verdict.CANNOT_TELL
-
 
 def make_summary(
     ratio: float,
@@ -25,13 +24,13 @@ def make_summary(
     *,
     kld: float = 0.01,
     kld_se: float | None = 0.0001,
-    tokens: int = 20_000,
-    clusters: int = 32,
+    tokens: float = 20_000,
+    clusters: float = 32,
 ) -> Summary:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
     return Summary(
-        tokens=tokens,
-        clusters=clusters,
+        tokens=int(tokens),
+        clusters=int(clusters),
         ppl=10 * ratio,
         log_ratio=math.log(ratio),
         log_ratio_se=error / ratio,
@@ -51,113 +50,25 @@ def make_summary(
 STRICT = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
 NARROW = Gate(name="narrow", pass_at=1.0, fail_above=1.0)
 OWN = Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5)
-KV, W8A8 = GATES["kv"], GATES["w8a8"]
-FEW = "independent parts of the text: use at least 8 sequences, by more text or a smaller --seq-len"
+OWN_GATES = {each.name: each for each in (STRICT, NARROW, OWN)}
 
-RATIOS: list[tuple[float, float, Verdict, Verdict, str]] = [
-    # ratio, its error, verdict by kv (1.01, 1.05), by w8a8 (1.02, 1.06), why by kv
-    (1.000, 0.0, SAME, SAME, ""),
-    (1.004, 0.005, SAME, SAME, "1.0040 ± 0.0050 is within one standard error of 1"),
-    (1.004, 0.001, PASS, PASS, "1.0040 ± 0.0010 is at most 1.01"),
-    (0.980, 0.001, PASS, PASS, ""),
-    (0.980, 0.030, OPEN, OPEN, ""),
-    (1.0099, 0.0001, PASS, PASS, ""),
-    (1.015, 0.001, WARN, PASS, ""),
-    (1.015, 0.006, PASS, PASS, "1.0150 ± 0.0060 is within one standard error of 1.01"),
-    (1.030, 0.001, WARN, WARN, "1.0300 ± 0.0010 is between 1.01 and 1.05"),
-    (1.030, 0.012, OPEN, PASS, ""),
-    (1.030, 0.050, OPEN, OPEN, ""),
-    (1.055, 0.001, FAIL, WARN, ""),
-    (1.055, 0.006, WARN, WARN, ""),
-    (1.065, 0.001, FAIL, FAIL, "1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
-    (1.065, 0.006, FAIL, WARN, ""),
-    (1.300, 0.010, FAIL, FAIL, ""),
-    (4.0, 1.0, FAIL, FAIL, ""),
-    (500.0, 600.0, FAIL, FAIL, ""),  # e**6.2 +- a factor e**1.2, far from 1
-    (500.0, 4000.0, OPEN, OPEN, ""),
-    (1e250, 1e251, FAIL, FAIL, ""),
-]
+Row = tuple[dict[str, Any], str, Verdict, str]
 
 
-@pytest.mark.parametrize(("ratio", "error", "kv", "w8a8", "why"), RATIOS)
-def test_the_verdict_of_a_ratio(
-    ratio: float, error: float, kv: Verdict, w8a8: Verdict, why: str
-) -> None:
-    """Errors count on the logarithm."""
-    summary = make_summary(ratio, error)
-    verdict, told = judge(summary, KV)
-    assert verdict is kv
-    assert not why or told == f"ratio {why}"
-    assert judge(summary, W8A8)[0] is w8a8
+def read_rows() -> Iterator[Row]:
+    """Read figures, gate, verdict and reason of `verdicts.tsv`; what is not told has a default."""
+    names = ("ratio", "error", "kld", "kld_se", "tokens", "clusters")
+    for line in Path(__file__).with_name("verdicts.tsv").read_text("utf-8").splitlines()[1:]:
+        *cells, gate, verdict, why, _ = line.split("\t")
+        told = {name: cell for name, cell in zip(names, cells, strict=True) if cell != "-"}
+        figures = {name: None if each == "unknown" else float(each) for name, each in told.items()}
+        yield figures, gate, Verdict(verdict), "" if why == "-" else why
 
 
-def of_tokens(tokens: int, kld: float, ratio: float = 1.0) -> Summary:
-    return make_summary(ratio, 0.0, kld=kld, tokens=tokens)
-
-
-def of_clusters(clusters: int, ratio: float, error: float) -> Summary:
-    return make_summary(ratio, error, kld=1e-9, clusters=clusters)
-
-
-def of_kld(kld: float, error: float | None = 0.0001, *, clusters: int = 32) -> Summary:
-    return make_summary(1.0, 0.0, kld=kld, kld_se=error, clusters=clusters, tokens=10**7)
-
-
-CASES: list[tuple[Summary, Gate, Verdict, str]] = [
-    # few tokens whose losses are alike tell nothing
-    (of_tokens(3, 0.015), KV, OPEN, "is of 3 tokens, too few"),  # sqrt(0.03 / 3) = 0.1
-    (of_tokens(3, 0.015, 1.2), KV, FAIL, ""),  # log(1.2) is more than 0.1 above log(1.05)
-    (of_tokens(3, 0.015, 1.1), KV, OPEN, "is of 3 tokens, too few"),  # log(1.1) is not
-    (of_tokens(301, 0.015), KV, OPEN, "is of 301 tokens"),  # sqrt(0.03 / 301) > log(1.01)
-    (of_tokens(304, 0.015), KV, SAME, ""),  # 0.00993
-    (of_tokens(3, 0.0001), KV, SAME, ""),  # 0.0082
-    (of_tokens(3, 0.0), KV, SAME, ""),
-    (of_tokens(3, -1e-9), KV, SAME, ""),  # rounding
-    # below eight sequences the interval of Student's t lies between two limits
-    (of_clusters(4, 1.0193, 0.0064), KV, OPEN, f"rests on 4 {FEW}"),  # eight: 1.0362 ± 0.0034
-    (of_clusters(8, 1.0193, 0.0064), KV, WARN, ""),
-    (of_clusters(4, 1.0, 0.003), KV, SAME, ""),  # t is 3.18: at most 1.00955
-    (of_clusters(4, 1.0, 0.0032), KV, OPEN, FEW),  # 1.0102
-    (of_clusters(8, 1.0, 0.0032), KV, SAME, ""),
-    (of_clusters(4, 0.98, 0.001), KV, PASS, ""),
-    (of_clusters(4, 1.03, 0.006), KV, WARN, ""),  # 1.011 to 1.049
-    (of_clusters(4, 1.03, 0.007), KV, OPEN, FEW),
-    (of_clusters(2, 1.065, 0.001), KV, FAIL, ""),  # t is 12.7: at least 1.0523
-    (of_clusters(2, 1.065, 0.002), KV, OPEN, FEW),
-    (of_clusters(7, 1.065, 0.0065), KV, OPEN, FEW),  # t is 2.45
-    (of_clusters(7, 1.07, 0.006), KV, FAIL, ""),
-    (of_clusters(2, 1.0, 0.0), KV, SAME, ""),
-    # so it is with a threshold on the divergence
-    (of_kld(0.06, 0.002, clusters=4), STRICT, FAIL, ""),  # 0.06 - 3.18 * 0.002 = 0.0536
-    (of_kld(0.06, 0.004, clusters=4), STRICT, OPEN, f"rests on 4 {FEW}"),
-    (of_kld(0.06, 0.004, clusters=8), STRICT, FAIL, ""),
-    (of_kld(0.04, 0.004, clusters=4), STRICT, OPEN, FEW),
-    (of_kld(0.04, 0.002, clusters=4), STRICT, SAME, ""),
-    (of_kld(0.04, 0.004, clusters=8), STRICT, SAME, ""),
-    # a divergence above its threshold fails whatever the ratio
-    (of_kld(0.0512, 0.001), STRICT, FAIL,
-     "mean KLD 0.0512 ± 0.0010 is above 0.05 by more than one standard error"),
-    (of_kld(0.0512, 0.002), STRICT, WARN,
-     "mean KLD 0.0512 ± 0.0020 is within one standard error of 0.05"),
-    (of_kld(0.0512, None), STRICT, OPEN,
-     "mean KLD 0.0512 ± ?, whose error is unknown: use more and other text"),
-    (of_kld(0.05), STRICT, SAME, ""),
-    # a divergence worth a failing ratio is a warning: log(1.05) is 0.0488, log(1.06) is 0.0583
-    (of_kld(0.0487), KV, SAME, ""),
-    (of_kld(0.0489), KV, WARN, "the mean KLD is 0.0489 ± 0.0001"),
-    (of_kld(0.0582), W8A8, SAME, ""),
-    (of_kld(0.0584), W8A8, WARN, "the mean KLD is 0.0584 ± 0.0001"),
-    (of_kld(0.006), NARROW, SAME, ""),
-    (of_kld(0.0489), NARROW, WARN, "the mean KLD is 0.0489 ± 0.0001"),
-    (of_kld(0.4), OWN, SAME, ""),  # a threshold of the gate's own takes precedence
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("summary", "gate", "expected", "why"), CASES)
-def test_the_verdict_of_little_text_and_of_a_divergence(
-    summary: Summary, gate: Gate, expected: Verdict, why: str
-) -> None:
-    verdict, told = judge(summary, gate)
+@pytest.mark.parametrize(("figures", "gate", "expected", "why"), read_rows())
+def test_the_verdict_is(figures: dict[str, Any], gate: str, expected: Verdict, why: str) -> None:
+    """Errors count on the logarithm; below eight sequences Student's t widens the interval."""
+    verdict, told = judge(make_summary(**figures), OWN_GATES.get(gate) or GATES[gate])
     assert verdict is expected
     assert why in told
 
@@ -220,8 +131,8 @@ def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
 def test_damage_is_a_failure_whatever_the_mean_says() -> None:
     for ratio, why in ((1.0, ", but layer 7 is destroyed"), (2.0, "error")):
         summary = make_summary(ratio, 0.0, kld=0.0)
-        verdict, told = judge(summary, KV, "layer 7 is destroyed")
-        assert verdict is FAIL
+        verdict, told = judge(summary, GATES["kv"], "layer 7 is destroyed")
+        assert verdict is Verdict.FAIL
         assert told.endswith(why)
 
 
