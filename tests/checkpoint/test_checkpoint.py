@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.weight_index import find_weights
 from fp8calib.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -39,3 +40,10 @@ def test_a_tensor_that_is_not_there_is_a_model_error(tmp_path: Path, method: str
         pytest.raises(ModelError, match="no tensor 'lm_head'"),
     ):
         getattr(checkpoint, method)("lm_head")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model-00001-of-00001.safetensors"])
+def test_a_single_file_of_another_name_is_taken(tmp_path: Path, name: str) -> None:
+    for each in (name, "adapter_model.safetensors"):
+        (tmp_path / each).touch()
+    assert find_weights(tmp_path) == ((name,), None)

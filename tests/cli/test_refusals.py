@@ -28,6 +28,7 @@ from tests.kit.checkpoints import WEIGHTS, change_config, change_quantization, c
 
 BYTES = {
     "deep": b"[" * 100_000,
+    "digits": b'{"input_ids": [' + b"9" * 5000 + b"]}",
     "nested": b'{"x": ' + b'{"a":' * 700 + b"1" + b"}" * 701,
 }
 _PROGRAM = """
@@ -105,10 +106,9 @@ def change(described: str, places: Places, folder: Path) -> dict[str, Path]:
         write_bytes(damaged / name, values[0])
     elif verb == "tensor":
         change_tensors(damaged, {name: change_tensor(damaged, name, values[0])})
-    else:
+    else:  # index
         (damaged / WEIGHTS).rename(damaged / "b.safetensors")
-        index = json.dumps({"weight_map": {"lm_head.weight": name}})
-        (damaged / "model.safetensors.index.json").write_text(index)
+        write_bytes(damaged / f"{WEIGHTS}.index.json", rest[0])
     return {"damaged": damaged}
 
 

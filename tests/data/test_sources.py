@@ -29,41 +29,6 @@ def read(rows: Iterable[ReadRow]) -> None:
             raise row
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "fragment"),
-    [
-        ("x.jsonl", b"", "x.jsonl: no rows"),
-        ("x.jsonl", b"\n \n", "x.jsonl: no rows"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not JSON"),
-        ("x.jsonl", b'{"text": "a"} {"text": "b"}', "x.jsonl:1: not JSON"),
-        ("x.jsonl", b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be a JSON object"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "x.jsonl:2: not UTF-8 at byte 10"),
-        ("x.jsonl", "{}".encode("utf-16"), "x.jsonl:1: not UTF-8 at byte 0"),
-        ("x.jsonl", b"[" * 200_000, "x.jsonl:1: not JSON"),
-        ("x.jsonl", b'{"input_ids": [' + b"9" * 5000 + b"]}", "x.jsonl:1: not JSON, Exceeds"),
-        ("x.json", b"", "x.json: no rows"),
-        ("x.json", b"[]", "x.json: no rows"),
-        ("x.json", b"3", "x.json: holds neither a list of rows"),
-        ("x.json", b'{"a": [], "b": []}', "x.json: holds neither a list of rows"),
-        ("x.json", b'[{"text": "a"}, 5]', "x.json row 2: a row must be a JSON object"),
-        ("x.json", b'[{"text": "a"},\n{"text": "b"}', "x.json: not JSON, Expecting ',' delimiter"),
-        ("x.json", b"\xff", "x.json: not UTF-8 at byte 0"),
-        ("x.txt", b"", "x.txt: no rows"),
-        ("x.txt", b" \n", "x.txt: text is empty"),
-        ("x.txt", b"abc\xff", "x.txt: not UTF-8 at byte 3"),
-        ("x.parquet", b"", "x.parquet: not a readable parquet file"),
-        ("x.parquet", b"PAR1 but no more PAR1", "x.parquet: not a readable parquet file"),
-    ],
-)
-def test_a_bad_file_is_named_with_the_place(
-    tmp_path: Path, name: str, content: bytes, fragment: str
-) -> None:
-    with pytest.raises(DataError) as caught:
-        read(iter_rows(parse_spec(str(write(tmp_path / name, content)))))
-    assert fragment in caught.value.message
-    assert caught.value.hint
-
-
 def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
     pq.write_table(pa.table(columns), path, row_group_size=2)
     return path

@@ -51,29 +51,6 @@ def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: 
     assert found.ignored == ("README.md", "deep")
 
 
-@pytest.mark.parametrize(
-    ("spec", "fragment"),
-    [
-        ("", "empty"),
-        ("x.csv", "the suffix '.csv' is not accepted; accepted are .jsonl, .json, .parquet, .txt"),
-        ("x.jsonl@half", "the suffix '.jsonl@half' is not accepted"),
-        ("x.jsonl@0", "weight 0 is not a positive"),
-        ("x.jsonl@nan", "weight nan is not a positive"),
-        ("hub:a:b:c:d", "not of the form hub:NAME[:CONFIG][:SPLIT]"),
-        ("bare", "a file without suffix is not accepted"),
-    ],
-)
-def test_a_spec_that_makes_no_sense_is_a_usage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, fragment: str
-) -> None:
-    touch(tmp_path / "bare")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as caught:
-        parse_spec(spec)
-    assert fragment in caught.value.message
-    assert caught.value.hint
-
-
 def save_split(folder: Path) -> Path:
     """Make the files by which a saved dataset is recognised."""
     for name in ("dataset_info.json", "state.json"):
