@@ -328,7 +328,7 @@ def replay_overlay(
 
 
 def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry) -> Reports:
-    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
+    """Say what vLLM and SGLang may refuse in the configs, and where they may run another class.
 
     vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
     its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
@@ -336,16 +336,12 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
     if "auto_map" in model.config:
         return reports
     engines = dict(reports)
-    refused, faults = "", []
+    refused, faults = "", list[str]()
     if not is_plain(model.path, model.config):
-        from fp8calib.model.config_faults import (  # noqa: PLC0415 -- imports transformers
-            find_config_fault,
-            list_other_faults,
-        )
+        # imports transformers
+        from fp8calib.model.config_faults import find_config_faults  # noqa: PLC0415
 
-        refused = find_config_fault(model.config)
-        found = list_other_faults(model.path, model.config, is_refused=bool(refused))
-        faults = [*filter(None, found)]
+        refused, faults = find_config_faults(model.path, model.config)
     for key, engine in ((key, find_replayed(key)) for key in reports):
         if engine.name not in _BY_CLASS:
             continue

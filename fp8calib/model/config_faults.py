@@ -66,55 +66,65 @@ _PLAIN_LAYERS = {"attention", "full_attention"}
 _BASE = PretrainedConfig()
 
 
-def find_config_fault(config: Mapping[str, object]) -> str:
-    """Say why the installed transformers refuses a config.json; empty if it does not.
+def find_config_faults(folder: Path, config: Mapping[str, object]) -> tuple[str, list[str]]:
+    """Find what transformers and compressed-tensors, as installed, refuse in a folder's JSON files.
+
+    Returns:
+        Why transformers refuses config.json (empty if it does not), and other faults. They include
+        what these libraries accept and engines may refuse: a null that the model's class does not
+        replace, sampling that vLLM refuses, and odd values. Values of a config.json that is refused
+        or of an unknown model type are not judged.
+    """
+    refused = ""
+    parts: list[tuple[Any, Mapping[str, Any]]] = []
+    """Parsed configs, of the model and of its text model, each beside its part of config.json."""
+    if is_known(config):
+        plain = restore_floats(without_quantization(config))
+        refused = _find_refusal(plain)
+        if not refused:
+            parsed = parse_config(plain)
+            parts.append((parsed, plain))
+            inner, text = plain.get("text_config"), parsed.get_text_config()
+            if isinstance(inner, dict) and text is not parsed:
+                parts.append((text, inner))
+    faults = [fault for part in parts for fault in _list_nulls(*part)]
+    faults += _list_generation_faults(folder)
+    faults += _list_quantization_faults(config)
+    faults += [fault for part in parts for fault in _list_odd_values(*part)]
+    return refused, faults
+
+
+def _find_refusal(config: Mapping[str, Any]) -> str:
+    """Say why transformers refuses a config without quantization; empty if it does not.
 
     If a head size is missing (`head_dim: null`), the model is built too: transformers may fail only
     while it computes the size.
     """
-    if not is_known(config):
-        return ""
-    plain = restore_floats(without_quantization(config))
 
     def build() -> None:
         with torch.device("meta"):
-            AutoModel.from_config(parse_config(plain))
+            AutoModel.from_config(parse_config(config))
 
-    why = _try(lambda: parse_config(plain))
-    return why or (_try(build) if complete_heads(plain) != plain else "")
+    why = _try(lambda: parse_config(config))
+    return why or (_try(build) if complete_heads(config) != config else "")
 
 
-def list_other_faults(
-    folder: Path, config: Mapping[str, object], *, is_refused: bool
-) -> Iterator[str]:
-    """List what transformers and compressed-tensors, as installed, refuse in the rest of a folder.
+def _list_generation_faults(folder: Path) -> Iterator[str]:
+    if not (folder / GENERATION_NAME).is_file():
+        return
+    read = GenerationConfig.from_pretrained
+    if why := _try(lambda: read(folder, local_files_only=True).validate()):
+        yield f"transformers refuses {GENERATION_NAME}: {why}"
+    document: Mapping[str, object] = {}
+    with suppress(ModelError):  # which transformers refuses too
+        document = load_json_object(folder / GENERATION_NAME)
+    for key, (least, most) in _SAMPLING.items():
+        value = document.get(key)
+        if isinstance(value, int | float) and not least <= value <= most:
+            yield f"{GENERATION_NAME} says {key}: {value}, outside {least:g} to {most:g}"
 
-    Also list what they accept and engines may refuse: a null that the model's class does not
-    replace, sampling that vLLM refuses, and odd values. If transformers refuses config.json
-    (`is_refused`), only the generation config and the quantization config are checked.
-    """
-    parts: list[tuple[Any, Mapping[str, Any]]] = []
-    """Parsed configs, of the model and of its text model, each beside its part of config.json."""
-    if is_known(config) and not is_refused:
-        plain = restore_floats(without_quantization(config))
-        parsed = parse_config(plain)
-        parts.append((parsed, plain))
-        inner, text = plain.get("text_config"), parsed.get_text_config()
-        if isinstance(inner, dict) and text is not parsed:
-            parts.append((text, inner))
-    for parsed, own in parts:
-        yield from _list_nulls(parsed, own)
-    if (folder / GENERATION_NAME).is_file():
-        read = GenerationConfig.from_pretrained
-        if why := _try(lambda: read(folder, local_files_only=True).validate()):
-            yield f"transformers refuses {GENERATION_NAME}: {why}"
-        document: Mapping[str, object] = {}
-        with suppress(ModelError):  # which transformers refuses too
-            document = load_json_object(folder / GENERATION_NAME)
-        for key, (least, most) in _SAMPLING.items():
-            value = document.get(key)
-            if isinstance(value, int | float) and not least <= value <= most:
-                yield f"{GENERATION_NAME} says {key}: {value}, outside {least:g} to {most:g}"
+
+def _list_quantization_faults(config: Mapping[str, object]) -> Iterator[str]:
     for key, section in islice(find_quantization_configs(config), 1):
         if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
             from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
@@ -123,8 +133,6 @@ def list_other_faults(
 
             if why := _try(partial(QuantizationConfig.model_validate, {**section})):
                 yield f"compressed-tensors refuses {key}: {why}"
-    for parsed, own in parts:
-        yield from _list_odd_values(parsed, own)
 
 
 def _try(act: Callable[[], object]) -> str:
