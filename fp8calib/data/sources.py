@@ -127,18 +127,20 @@ def iter_rows(
         DataError: a file or dataset cannot be read, or has no rows.
     """
     for place in spec.files or (spec.source,):
-        name, folder, column = spec.label, Path(), text_column
+        name = spec.label
+        # Datasets such as wikitext have blank rows, which the user cannot remove.
+        options: dict[str, Any] = {"text_column": text_column, "allow_blank": not spec.files}
         if place is None:
-            values, column = _read_builtin(part), None  # without columns
+            values = _read_builtin(part)
         elif isinstance(place, HubSource) or not spec.files:
             values = _read_dataset(place, name)
-            folder = place if isinstance(place, Path) else folder
+            options["folder"] = place if isinstance(place, Path) else Path()
         else:
-            name, folder, suffix = place.name, place.parent, place.suffix.lower()
+            name, suffix = place.name, place.suffix.lower()
             values = _READERS[suffix](place, text_column)
-            column = None if suffix == ".txt" else text_column
-        # Datasets such as wikitext have blank rows, which the user cannot remove.
-        options: dict[str, Any] = {"allow_blank": not spec.files, "text_column": column}
+            options["folder"] = place.parent
+            if suffix == ".txt":  # without columns
+                options["text_column"] = None
         row: ReadRow | None = None
         try:
             for origin, value in values:
@@ -146,7 +148,7 @@ def iter_rows(
                     row = value
                 else:
                     try:
-                        row = parse_row(value, origin, folder=folder, **options)
+                        row = parse_row(value, origin, **options)
                     except DataError as error:
                         row = error
                 yield row
