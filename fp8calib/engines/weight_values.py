@@ -84,23 +84,21 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
         with TensorFile(folder.path / file) as opened:
             for name, entry in opened.tensors.items():
                 dtype = TORCH_DTYPES.get(entry.dtype)
-                if dtype is not None and dtype.is_floating_point and entry.size_bytes:
-                    fault, zero_rows, share = _examine(opened, name, entry, progress)
-                    if fault:
-                        faults.append(fault)
-                    if share > _MAX_SHARE:
-                        why = "it was quantized with a scale that is too small"
-                        suspicious.append(
-                            f"{share:.0%} of {shorten(name)} has the largest code: {why}"
-                        )
-                    if is_linear_scale(name):
-                        continue  # its zeros are judged beside the codes
-                    if zero_rows and zero_rows == math.prod(entry.shape[:-1]):
-                        empty.append(f"{shorten(name)}: all of it is zeros")
-                    elif zero_rows:
-                        notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
-                else:
+                if dtype is None or not dtype.is_floating_point or not entry.size_bytes:
                     progress.advance(entry.size_bytes)
+                    continue
+                fault, zero_rows, share = _examine(opened, name, entry, progress)
+                if fault:
+                    faults.append(fault)
+                if share > _MAX_SHARE:
+                    why = "it was quantized with a scale that is too small"
+                    suspicious.append(f"{share:.0%} of {shorten(name)} has the largest code: {why}")
+                if is_linear_scale(name):
+                    continue  # `_list_scale_faults` judges its zeros beside the codes
+                if zero_rows and zero_rows == math.prod(entry.shape[:-1]):
+                    empty.append(f"{shorten(name)}: all of it is zeros")
+                elif zero_rows:
+                    notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
     faults += _list_scale_faults(folder)
     suspicious += suspect_sizes(measure_sizes(folder))
     return WeightValues(faults=tuple(faults), suspicious=tuple(suspicious), notes=(*empty, *notes))
