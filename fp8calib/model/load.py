@@ -50,7 +50,7 @@ _MODEL_CLASSES = (
 )
 
 LoadedModel = PreTrainedModel
-"""The type of a model, for modules that do not import transformers."""
+"""The type of a model, for modules that may not import transformers (`lint-imports`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
