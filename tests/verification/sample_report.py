@@ -49,7 +49,16 @@ def make_report() -> VerifyReport:
                 ppl_ratio_se=error,
                 kld_mean=kld,
                 verdict=verdict,
-                by_position=_make_positions(kld),
+                by_position=tuple(
+                    PositionResult(
+                        first=2**octave,
+                        last=min(2 ** (octave + 1) - 1, 1023),
+                        tokens=64 * 2**octave,
+                        kld_mean=kld * (0.5 + octave / 10),
+                        ppl_ratio=1 + kld,
+                    )
+                    for octave in range(10)
+                ),
             )
             for name, ratio, error, kld, verdict in CANDIDATES
         ),
@@ -95,19 +104,6 @@ def make_report() -> VerifyReport:
             "calibration; name other text with --data",
             "model.layers.29.self_attn: 2 of 3 heads are dead (amax 0 for every token)",
         ),
-    )
-
-
-def _make_positions(kld: float) -> tuple[PositionResult, ...]:
-    return tuple(
-        PositionResult(
-            first=2**octave,
-            last=min(2 ** (octave + 1) - 1, 1023),
-            tokens=64 * 2**octave,
-            kld_mean=kld * (0.5 + octave / 10),
-            ppl_ratio=1 + kld,
-        )
-        for octave in range(10)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
@@ -35,7 +34,6 @@ from fp8calib.verification.report import (
     Remedy,
     SiteFit,
     Verdict,
-    VerifyReport,
 )
 from fp8calib.verification.verify import Verification, Verified, run_verification
 from tests import zoo
@@ -103,25 +101,20 @@ def fit_scales(model: PreTrainedModel) -> dict[Site, float]:
     }
 
 
-@pytest.fixture
-def subject(tmp_path: Path) -> Iterator[by_hand.Subject]:
-    with opened(build(), tmp_path / "m") as found:
-        yield found
-
-
-def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport:
-    """Verify tables of KV scales, and scale 1.0 beside them."""
-    candidates = [build_kv_candidate(name, t, PLAIN, origin="test") for name, t in tables.items()]
+def ask(
+    subject: by_hand.Subject, tables: dict[str, dict[Site, float]], *more: Candidate
+) -> Verified:
+    """Verify KV scales, and scale 1.0 beside them, or other candidates."""
+    made = [
+        build_kv_candidate(name, make_table(subject, each), PLAIN, origin="test")
+        for name, each in tables.items()
+    ]
     unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
-    return compare(subject, *candidates, unscaled).report
-
-
-def compare(subject: by_hand.Subject, *candidates: Candidate) -> Verified:
     asked = Verification(
         model="tiny",
         geometry=subject.geometry,
         numerics=PLAIN,
-        candidates=candidates,
+        candidates=[*made, *(more or [unscaled])],
         plan=make_plan(SEQUENCES),
         batch_size=4,
     )
@@ -148,8 +141,7 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     broken = Site(f"model.layers.{layer}.self_attn", role)
     bad = {**good, broken: good[broken] * factor}
     with opened(model, tmp_path / "m") as subject:
-        tables = {name: make_table(subject, each) for name, each in (("good", good), ("bad", bad))}
-        report = ask(subject, tables)
+        report = ask(subject, {"good": good, "bad": bad}).report
     results = {candidate.name: candidate for candidate in report.candidates}
     assert results["bad"].kld_mean > results["good"].kld_mean * (2 if factor < 1 else 1.02)
     named = next(line for line in report.decision.details.splitlines() if line.startswith("bad: "))
@@ -171,8 +163,8 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(tmp_path: Pat
             model.model.layers[layer].self_attn.v_proj.weight *= 4096
             model.model.layers[layer].self_attn.o_proj.weight /= 4096
     with opened(model, tmp_path / "m") as subject:
-        report = ask(subject, {"good": make_table(subject, fit_scales(model))})
-        alone = ask(subject, {})
+        report = ask(subject, {"good": fit_scales(model)}).report
+        alone = ask(subject, {}).report
     for found in (report, alone):
         assert found.kv is not None
         assert (found.kv.answer, found.kv.layers) == ("yes", (1, 2))
@@ -188,11 +180,10 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(tmp_path: Pat
     assert one.kld_mean > 5 * good.kld_mean
 
 
-def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) -> None:
+def test_an_identical_candidate_makes_no_difference(tmp_path: Path) -> None:
     """Nothing is quantized: ratio 1, divergence 0, agreement 1, exactly."""
-    candidate = build_unscaled("same", subject.geometry, E4M3FN, PLAIN)
-    nothing = type(candidate)(name="same")
-    verified = compare(subject, nothing)
+    with opened(build(), tmp_path / "m") as subject:
+        verified = ask(subject, {}, Candidate(name="same"))
     (result,) = verified.report.candidates
     assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
     assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)

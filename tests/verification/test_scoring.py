@@ -23,7 +23,6 @@ from fp8calib.verification import token_scores as scoring
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.lm_head import open_lm_head
-from fp8calib.verification.score import Scores
 from fp8calib.verification.token_scores import score_batch, scoring_bytes
 from tests import zoo
 from tests.kit.allocations import peak_allocated
@@ -80,21 +79,11 @@ def targets(batch: Batch) -> list[torch.Tensor]:
     return [row[1:length] for row, length in rows]
 
 
-def compare(subject: Subject, emulations: dict[str, Candidate]) -> Scores:
-    return score_all(subject, emulations, BATCHES)
-
-
 def test_the_reference_has_the_logprobs_of_the_whole_model(subject: Subject) -> None:
-    found = compare(subject, {}).reference
-    expected = torch.cat(
-        [
-            logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-            for batch in BATCHES
-            for logprobs, tokens in zip(
-                full_logprobs(subject.model, batch), targets(batch), strict=True
-            )
-        ]
-    )
+    found = score_all(subject, {}, BATCHES).reference
+    logprobs = torch.cat([row for b in BATCHES for row in full_logprobs(subject.model, b)])
+    tokens = torch.cat([row for batch in BATCHES for row in targets(batch)])
+    expected = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     assert found.logprobs.shape == (4 + 19 + 12 + 19 + 19,)
     torch.testing.assert_close(found.logprobs.double(), expected, rtol=2e-5, atol=2e-5)
     assert float(found.klds.abs().max()) == 0.0
@@ -105,7 +94,7 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
     """The other model's decoder is disturbed by a hook; it too is run in one go."""
     batch = BATCHES[0]
     generator = torch.Generator().manual_seed(8)
-    hidden = _decoder(subject.model)(
+    hidden = subject.model.get_decoder()(
         input_ids=batch.input_ids, attention_mask=padding_mask(batch)
     ).last_hidden_state.detach()
     disturbed = hidden + torch.randn(hidden.shape, generator=generator) * 0.1
@@ -117,7 +106,7 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
         return output
 
     ours = torch.cat(full_logprobs(subject.model, batch))
-    hook = _decoder(subject.model).register_forward_hook(disturb)
+    hook = subject.model.get_decoder().register_forward_hook(disturb)
     theirs = torch.cat(full_logprobs(subject.model, batch))
     hook.remove()
     klds = (ours.exp() * (ours - theirs)).sum(-1)
@@ -126,10 +115,6 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
     torch.testing.assert_close(scores[1].klds.double(), klds, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(scores[1].logprobs.double(), logprobs, rtol=2e-5, atol=2e-5)
     assert torch.equal(scores[1].agrees, ours.argmax(-1) == theirs.argmax(-1))
-
-
-def _decoder(model: PreTrainedModel) -> Any:
-    return model.get_decoder()
 
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -145,7 +130,7 @@ def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None
         table = make_unscaled_table(subject.geometry, E4M3FN)
         emulation = Candidate(quantizers=emulate_kv(table, PLAIN))
         with patch.dict(scoring._BYTES_AT_ONCE, {4: 16 * 128 * 4}):
-            compare(subject, {"one": emulation, "two": emulation})
+            score_all(subject, {"one": emulation, "two": emulation}, BATCHES)
         spy.remove()
     assert max(rows) == 16
     assert sum(rows) == 3 * (35 + 38)
@@ -188,7 +173,7 @@ def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path:
         found = []
         for limit in (0, 45, 10**6):
             with patch.object(score_module, "find_room", lambda *_, limit=limit: (limit, False)):
-                found.append(compare(subject, emulations))
+                found.append(score_all(subject, emulations, BATCHES))
     for other in found[1:]:
         for name in emulations:
             assert torch.equal(other.candidates[name].logprobs, found[0].candidates[name].logprobs)
