@@ -140,28 +140,22 @@ def test_generating_equals_decoding_step_by_step(make: Callable[[str], Made], fa
     assert not torch.allclose(logits[:, 1], plain[:, 1], atol=1e-3)
 
 
-def test_a_caller_that_wants_no_cache_meets_the_same_emulation(
+def test_callers_without_a_cache_or_with_padding_meet_the_same_emulation(
     make: Callable[[str], Made],
 ) -> None:
+    """Padding to the left, as lm-evaluation-harness and `generate` pad."""
     model = load(make("llama"))
+    ids = torch.cat([torch.zeros(3, 4, dtype=torch.int64), PROMPTS], 1)
+    mask = (torch.arange(ids.shape[1]) >= 4).long().expand_as(ids)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with fp8calib.emulate(model, make("llama")["overlay"]), torch.no_grad():
         expected = model(PROMPTS).logits
         uncached = model(PROMPTS, use_cache=False)
         assert torch.equal(uncached.logits, expected)
         assert uncached.past_key_values is None
         assert generate(model, use_cache=False)[0] == generate(model)[0]
-
-
-def test_padding_to_the_left_changes_no_log_probability(make: Callable[[str], Made]) -> None:
-    """As lm-evaluation-harness and `generate` pad."""
-    model = load(make("llama"))
-    ids = torch.cat([torch.zeros(3, 4, dtype=torch.int64), PROMPTS], 1)
-    mask = (torch.arange(ids.shape[1]) >= 4).long().expand_as(ids)
-    with fp8calib.emulate(model, make("llama")["overlay"]), torch.no_grad():
-        plain = model(PROMPTS).logits
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
         padded = model(ids, attention_mask=mask, position_ids=positions).logits[:, 4:]
-    torch.testing.assert_close(padded, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(padded, expected, atol=1e-4, rtol=1e-4)
 
 
 def make_harsh(model: PreTrainedModel) -> Candidate:
@@ -214,15 +208,15 @@ def test_two_models_may_be_emulated_and_left_in_any_order(make: Callable[[str], 
 def test_a_model_is_emulated_once_at_a_time(make: Callable[[str], Made]) -> None:
     made = make("llama")
     model = load(made)
-    with fp8calib.emulate(model, made["overlay"]):
+    second = fp8calib.emulate(model, "fp8-dynamic")
+    context = fp8calib.emulate(model, made["overlay"])
+    with context:
         expected = generate(model)[1]
-        second = fp8calib.emulate(model, "fp8-dynamic")
         with pytest.raises(UsageError, match="is under emulation already"), second:
             pass
         assert torch.equal(generate(model)[1], expected)
-    context = fp8calib.emulate(model, made["overlay"])
-    with context, pytest.raises(AttributeError), context:
-        pass
+        with pytest.raises(AttributeError), context:
+            pass
 
 
 def test_a_model_in_another_dtype_takes_the_statistics_of_its_files(
