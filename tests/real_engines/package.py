@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,13 @@ def list_names(node: ast.stmt) -> Sequence[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def execute(node: ast.stmt, space: dict[str, Any], file: str) -> None:
+    """Execute a statement, whose annotations are not evaluated."""
+    future = ast.parse("from __future__ import annotations").body
+    module = ast.fix_missing_locations(ast.Module(body=[*future, node], type_ignores=[]))
+    exec(compile(module, file, "exec"), space)  # noqa: S102
 
 
 @cache

@@ -40,7 +40,7 @@ from fp8calib.engines.weights.linears import (
 from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import InputScaling
-from tests.real_engines.package import Package
+from tests.real_engines.package import Package, execute
 
 LAYER = "model.layers.0"
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -122,6 +122,7 @@ LISTS: tuple[list[str], ...] = (
 
 _KEPT = ("Config", "ConfigBase", "CompressedTensorsMoEMethod")
 """How the names of the classes end that are executed."""
+_LEFT_OUT = (ast.If, ast.Try, ast.With, ast.Expr, ast.Import, ast.ImportFrom)
 
 
 class Layer:
@@ -254,9 +255,7 @@ class ReleaseConfigs:
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and not node.name.endswith(_KEPT):
                 continue
-            if isinstance(node, ast.If | ast.Try | ast.With | ast.Expr):
-                continue
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, _LEFT_OUT):
                 continue
             if isinstance(node, ast.ClassDef):
                 bases = (each for each in node.bases if isinstance(each, ast.Name))
@@ -265,9 +264,7 @@ class ReleaseConfigs:
                 node.decorator_list = [
                     each for each in node.decorator_list if "lru_cache" in ast.unparse(each)
                 ]
-            body = [*ast.parse("from __future__ import annotations").body, node]
-            module = ast.fix_missing_locations(ast.Module(body=body, type_ignores=[]))
-            exec(compile(module, "release", "exec"), self._space)  # noqa: S102
+            execute(node, self._space, "release")
 
     def choose(self, config: str, section: Mapping[str, Any], path: str, **attributes: Any) -> str:
         """Give what a release makes of a module, in the words of `describe_group`.

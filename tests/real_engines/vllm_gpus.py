@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES
-from tests.real_engines.package import Package, find_symbol, list_names
+from tests.real_engines.package import Package, execute, find_symbol, list_names
 
 _BACKENDS = "vllm/v1/attention/backends/"
 _INTERFACE = "vllm/platforms/interface.py"
@@ -36,7 +36,6 @@ _MX_KERNELS = (
 _PLATFORM = "current_platform"
 _PLATFORMS = {"sm": "CudaPlatformBase", "gfx": "RocmPlatform"}
 _LISTS = {"sm": "vllm/platforms/cuda.py", "gfx": "vllm/platforms/rocm.py"}
-_FUTURE = ast.parse("from __future__ import annotations").body
 
 
 class Space(dict[str, Any]):
@@ -63,8 +62,7 @@ class Space(dict[str, Any]):
             node = self._nodes[name]
             if isinstance(node, ast.ClassDef):
                 self._prepare(node)
-            module = ast.Module(body=[*_FUTURE, node], type_ignores=[])
-            exec(compile(ast.fix_missing_locations(module), self._file, "exec"), self)  # noqa: S102
+            execute(node, self, self._file)
             found = self[name]
         elif name in self._imported:
             found = self._linker.find(*self._imported[name])
@@ -79,8 +77,7 @@ class Space(dict[str, Any]):
         node = self._find_method(owner, name)
         assert node is not None
         node.decorator_list = []
-        module = ast.Module(body=[*_FUTURE, node], type_ignores=[])
-        exec(compile(ast.fix_missing_locations(module), self._file, "exec"), self)  # noqa: S102
+        execute(node, self, self._file)
         return self[name]  # type: ignore[no-any-return]
 
     def has_method(self, owner: str, name: str) -> bool:

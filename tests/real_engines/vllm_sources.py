@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.real_engines.package import Package, find_symbol
+from tests.real_engines.package import Package, execute, find_symbol
 
 QUANTIZATION = "model_executor/layers/quantization/"
 COMPRESSED = f"{QUANTIZATION}compressed_tensors/compressed_tensors.py"
@@ -31,7 +31,6 @@ _STUBS: Mapping[str, Any] = {
     "QuantizationStrategy": Strategy,
     "torch": torch,
 }
-_FUTURE = ast.parse("from __future__ import annotations").body
 
 
 def take(package: Package, file: str, name: str, **names: Any) -> Callable[..., Any]:
@@ -43,9 +42,8 @@ def take(package: Package, file: str, name: str, **names: Any) -> Callable[..., 
     function = find_symbol(package.parse(file), name)
     assert isinstance(function, ast.FunctionDef)
     function.decorator_list = []
-    module = ast.Module(body=[*_FUTURE, function], type_ignores=[])
     space = {**_STUBS, **names}
-    exec(compile(ast.fix_missing_locations(module), file, "exec"), space)  # noqa: S102
+    execute(function, space, file)
     return space[function.name]  # type: ignore[no-any-return]
 
 
