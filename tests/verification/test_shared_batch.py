@@ -37,7 +37,7 @@ def without_p(quantizers: Any) -> dict[Any, Quantizer]:
     return {site: each for site, each in quantizers.items() if site.role is not Role.P}
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", *in_minutes("deepseek_v3", "gemma3n_text")])
+@pytest.mark.parametrize("family", ["mixtral", *in_minutes("deepseek_v3", "gemma3n_text", "llama")])
 def test_figures_are_those_of_candidates_one_by_one(family: str, tmp_path: Path) -> None:
     """Padded batches; two candidates share, one has other weights and one P in tiles."""
     zoo.save(family, tmp_path / "model")
