@@ -10,7 +10,7 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.device import DTYPES
 from fp8calib.model.load import ModelSource, load_model
-from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.prepared import PreparedModel, list_leftovers
 from fp8calib.model.weight_source import WeightSource
 
 
@@ -52,10 +52,12 @@ class RunModel:
         )
         return replace(self.prepared, weights=WeightSource(model, self.checkpoint))
 
-    def describe_decoded(self) -> Iterator[str]:
-        """Describe a model that is quantized already, and is decoded while it is read."""
+    def list_warnings(self) -> Iterator[str]:
+        """Warn of weights that are decoded while they are read, and of tensors without a place."""
         if self.checkpoint.form:
             yield (
                 f"{self.name} is quantized already: its {self.checkpoint.form} are dequantized, "
                 "and their errors are in everything that is measured; inputs are not quantized"
             )
+        if names := ", ".join(list_leftovers(self.prepared.weights)):
+            yield f"{self.name}: not parameters of the model, so not loaded: {names}"

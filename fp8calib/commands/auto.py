@@ -135,7 +135,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     common: dict[str, Any] = {e.name: getattr(request, e.name) for e in fields(shared.TextOptions)}
     common |= {"seq_len": text.seq_len, "text_column": None, "pack": False}
 
-    reporter.say(next(numbered))
+    reporter.say("\n".join([*(text.rows.describe() if text.rows else ()), next(numbered)]))
     common |= {"data": text.sequences[:cut], "samples": cut}
     asked = CalibrateRequest(**common, out=out, resume=request.resume)
     made: Any = calibrate.run(asked, reporter)

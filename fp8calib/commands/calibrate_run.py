@@ -387,7 +387,7 @@ def _make_result(
         expert_tokens=expert_tokens,
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
         warnings=(
-            *model.describe_decoded(),
+            *model.list_warnings(),
             *(text.warnings if text else ()),
             *decide_query(recipe, stats)[1],
             *warnings,

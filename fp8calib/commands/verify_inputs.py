@@ -23,7 +23,6 @@ from fp8calib.engines.numerics import SPARSE_LATENTS
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource
-from fp8calib.model.prepared import list_leftovers
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import Rule, parse_rule
@@ -140,7 +139,6 @@ def open_verification(
         for name, error in faults.items()
     )
     unusable, loading = judge_loading(engine, model, opened, scheme)
-    names = ", ".join(list_leftovers(model.prepared.weights))
     tiles = []
     has_tiles = geometry.model_type in SPARSE_LATENTS and fmt is E4M3FN and scheme is None
     if has_tiles and (where := numerics.kv_sparse_in_tiles):
@@ -149,7 +147,6 @@ def open_verification(
             f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types ... --engine "
             "reference` emulates it"
         ]
-    leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
     return Verification(
         model=model.name,
         fingerprint=target.fingerprint,
@@ -174,8 +171,7 @@ def open_verification(
         warnings=(
             *plan.warnings,
             *map(str, refused),
-            *model.describe_decoded(),
-            *leftovers,
+            *model.list_warnings(),
             *_warn_of_candidates(opened, plan, has_scheme=scheme is not None),
             *loading,
             *tiles,

@@ -95,8 +95,8 @@ def build_plan(
             hint="use more text" if text.pack else "use longer rows, or leave out --no-pack",
         )
     warnings = [
-        f"no row of {spec.label} was read: other sources gave all {text.samples} sequences; "
-        "use weights (PATH@0.5), or more --samples, to mix them"
+        f"no row of {spec.label} was read: other sources gave all {text.samples} sequences; use "
+        f"{'' if spec.weight else 'weights (PATH@0.5), or '}more --samples"
         for spec, source_rows in zip(parsed, read, strict=True)
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
@@ -214,6 +214,7 @@ class RowEncoder:
                 self.require_usable()
             return None
         self.counts.conversations += row.messages is not None
+        self.counts.token_ids += row.input_ids is not None
         self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
         return encoded
 

@@ -47,11 +47,13 @@ class RowsUsed:
     """Used rows whose last tokens are in no sequence."""
     conversations: int = 0
     """Rows read that are messages or instructions."""
+    token_ids: int = 0
+    """Rows read that are token ids."""
     chat_template: str | None = None
     """sha256 (hex) of the tokenizer's or processor's chat template if it was applied, else None."""
 
     def describe(self) -> Iterator[str]:
-        """Describe the rows in two lines: their number, and the chat template."""
+        """Describe the rows in two lines: their number, and, but for ids, the chat template."""
         beside = (
             (self.too_short, "too short"),
             (self.rejected, "that cannot be used"),
@@ -63,6 +65,8 @@ class RowsUsed:
             of = f"of the first {self.read:,}" if self.total is None else f"of {self.total:,}"
             full = "; then all sequences were full"
         yield f"rows: {self.used:,} used {of}{notes}{full}"
+        if self.read and self.token_ids == self.read:
+            return
         if not self.conversations:
             template = "not applied, as no row is a conversation"
         elif self.chat_template is None:

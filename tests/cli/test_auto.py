@@ -29,6 +29,8 @@ def test_the_smallest_that_passes_is_kept_and_verify_agrees(
     steps = [line for line in found.err.splitlines() if line.startswith("step ")]
     assert steps[0] == "step 1 of 5: calibrate on 32 of 40 sequences"
     assert len(steps) == 5
+    assert "rows: 40 used" in found.err
+    assert "chat template" not in found.err  # all rows are ids
     rest = write_rows(tmp_path / "rest.jsonl", ROWS[32:])
     command = ("verify", model, "--data", rest, *OPTIONS, "--samples", 8, "--scales")
     again = succeed(*command, out / report["chosen"], "--no-pack", "--json").json

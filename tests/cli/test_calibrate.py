@@ -14,7 +14,7 @@ from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_
 from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
 from tests import zoo
-from tests.cli.conftest import QUICK, save_changed
+from tests.cli.conftest import QUICK, save_changed, write_rows
 from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.kit.checked import list_commands
 
@@ -55,6 +55,21 @@ def test_json_holds_the_promised_keys(calibrated: tuple[Path, Outcome]) -> None:
             "why": "calibration needs no logits",
         }
     ]
+
+
+def test_tensors_of_another_class_are_warned_of(tmp_path: Path) -> None:
+    """A Qwen3 that calls itself a Llama runs without the norms of q and k."""
+    model = tmp_path / "model"
+    zoo.save("qwen3", model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [*range(3, 19)]}] * 4)
+    found = succeed("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out")
+    assert "warning: " in found.err
+    assert (
+        "not parameters of the model, so not loaded: model.layers.*.self_attn.k_norm" in found.err
+    )
 
 
 def test_every_listed_file_exists_and_no_other(calibrated: tuple[Path, Outcome]) -> None:

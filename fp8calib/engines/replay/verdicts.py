@@ -15,7 +15,10 @@ from fp8calib.model.shapes import Frozen, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE
 
-MEASURE_AGAIN = "measure all KV scales again: `fp8calib calibrate MODEL --replace-scales --out DIR`"
+MEASURE_AGAIN = (
+    "measure all KV scales again: `fp8calib calibrate MODEL --replace-scales --out DIR`; of an "
+    "overlay, MODEL is what it was made from"
+)
 """Helps where a scale is missing, zero or no number."""
 
 

@@ -221,10 +221,11 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
 
 
 def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
-    return ModelError(
-        f"{checkpoint.folder}: the model is already quantized: {what}",
-        hint="name the unquantized model it was made from, or what "
-        f"`fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` writes; "
-        "of int4 weights, export reads symmetric ones of compressed-tensors with one scale per "
-        "tensor",
-    )
+    hint = "name the unquantized model it was made from"
+    if any(entry.dtype not in _DTYPES.values() for entry in checkpoint.tensors.values()):
+        hint += (
+            f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
+            "writes; of int4 weights, export reads symmetric ones of compressed-tensors with one "
+            "scale per tensor"
+        )
+    return ModelError(f"{checkpoint.folder}: the model is already quantized: {what}", hint=hint)
