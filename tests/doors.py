@@ -23,19 +23,19 @@ from fp8calib.calibration.calibration_stats import (
     name_tensors,
     save_stats,
 )
-from fp8calib.calibration.header import BackOff, Observe, StatsHeader
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.recorder import Recorder
+from fp8calib.calibration.stats_header import BackOff, Observe, StatsHeader
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_config, topology
+from fp8calib.model.geometry import Attention, Role, Site
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
-from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.model.tensor_parallel import check_linears
 from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN

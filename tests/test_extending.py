@@ -25,7 +25,7 @@ from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.read import read_scales
-from fp8calib.model.shapes import KV_ROLES
+from fp8calib.model.geometry import KV_ROLES
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from tests import zoo

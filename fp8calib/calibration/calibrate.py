@@ -29,13 +29,13 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
-from fp8calib.calibration.header import BackOff, Observe, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import gpus_of, try_kernels
+from fp8calib.calibration.stats_header import BackOff, Observe, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
     check_other_weights,
@@ -55,9 +55,9 @@ from fp8calib.data.sequences import (
     sequence_ranges,
 )
 from fp8calib.errors import CalibrationError
+from fp8calib.model.geometry import Linear, Role, Site
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
-from fp8calib.model.shapes import Linear, Role, Site
 
 if TYPE_CHECKING:  # a model in memory needs none of it
     from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, Streaming

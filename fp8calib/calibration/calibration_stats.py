@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
-from fp8calib.calibration.header import CalibrationOrigin, StatsHeader, StatsShard
+from fp8calib.calibration.stats_header import CalibrationOrigin, StatsHeader, StatsShard
 from fp8calib.checkpoint.header import read_header
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.model.shapes import KV_ROLES, Frozen, ModelGeometry, Role, Site
+from fp8calib.model.geometry import KV_ROLES, Frozen, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.positions import NUM_RANGES
 

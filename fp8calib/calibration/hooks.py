@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
-from fp8calib.model.shapes import Attention, Linear, ModelGeometry
+from fp8calib.model.geometry import Attention, Linear, ModelGeometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,11 @@ from fp8calib.calibration.calibration_stats import (
     merge_sites,
     save_stats,
 )
-from fp8calib.calibration.header import StatsHeader, StatsShard
+from fp8calib.calibration.stats_header import StatsHeader, StatsShard
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError
-from fp8calib.model.shapes import Site
+from fp8calib.model.geometry import Site
 
 if TYPE_CHECKING:  # a model in memory needs none of it
     from fp8calib.calibration.layer_steps import HiddenStateStore

@@ -21,8 +21,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
 from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
+from fp8calib.model.geometry import Layer
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Layer
 from fp8calib.text import GIB, count_decimals, describe_peak, format_gib
 
 if TYPE_CHECKING:  # a model in memory needs none of it

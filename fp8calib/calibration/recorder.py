@@ -19,7 +19,7 @@ from fp8calib.calibration.reductions import (
     observe_input,
     reduce_tokens,
 )
-from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
+from fp8calib.model.geometry import Attention, Layer, Linear, Role, Site
 
 _REMEMBERED_INPUTS = 4
 

@@ -26,7 +26,7 @@ from fp8calib.calibration.batch_view import (
 )
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.errors import CalibrationError, Fp8CalibWarning, first_line
-from fp8calib.model.shapes import Site
+from fp8calib.model.geometry import Site
 from fp8calib.numerics.amax import (
     amax_over,
     channel_amax,

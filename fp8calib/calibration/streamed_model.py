@@ -34,8 +34,8 @@ from fp8calib.calibration.streamed_weights import (
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
+from fp8calib.model.geometry import Layer
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Layer
 from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 

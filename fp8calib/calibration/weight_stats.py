@@ -12,8 +12,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError
+from fp8calib.model.geometry import Linear, Role, Site
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Linear, Role, Site
 from fp8calib.model.weight_source import WeightSource, read_linears
 from fp8calib.numerics.amax import channel_amax, group_amax, row_amax
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 
-from fp8calib.calibration.header import BackOff, Skipped
+from fp8calib.calibration.stats_header import BackOff, Skipped
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.hashes import RunHashes
@@ -30,7 +30,7 @@ from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skip
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
 

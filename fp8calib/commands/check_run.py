@@ -15,8 +15,8 @@ from fp8calib.calibration.calibration_stats import (
     spell_export,
 )
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.header import CalibrationOrigin
 from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import is_result
@@ -39,7 +39,7 @@ from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.metadata import read_file_origin
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 
 def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
@@ -92,7 +92,7 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
 
 def _compare_weights(stats: CalibrationStats, path: Path) -> Iterator[str]:
     """Say which weight differs from the calibrated model's by more than quantization, if any."""
-    from fp8calib.quantization.related import compare_weights  # imports torch
+    from fp8calib.quantization.attachment import compare_weights  # imports torch
 
     with Checkpoint.open(path) as checkpoint:
         found = compare_weights(stats.origin.unquantized, checkpoint)

@@ -19,7 +19,7 @@ from fp8calib.engines.status import Status
 from fp8calib.errors import ExportError, Fp8CalibError, format_ranges
 from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""

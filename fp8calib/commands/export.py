@@ -163,7 +163,7 @@ def _write(
     from fp8calib.formats.kv.json import name_rank_files
     from fp8calib.formats.write import check_replaced, list_outputs, write_formats
     from fp8calib.numerics.formats import FP8_FORMATS
-    from fp8calib.quantization.related import describe_attachment
+    from fp8calib.quantization.attachment import describe_attachment
 
     query, notes = decide_query(recipe, given)
     name = str(inputs[0]) if inputs and not shards else STATS_NAME
@@ -244,8 +244,8 @@ def _relate(
     """
     from fp8calib.formats.dialect import Attachment
     from fp8calib.formats.quantized_model import find_quantized
+    from fp8calib.quantization.attachment import adopt_names, relate_to_quantized
     from fp8calib.quantization.calibrated_scales import check_stats_model
-    from fp8calib.quantization.related import adopt_names, relate_to_quantized
     from fp8calib.quantization.sources.decoded import check_unquantized
     from fp8calib.quantization.sources.int4 import is_int4_source
 

@@ -22,7 +22,7 @@ from fp8calib.commands.result import (
 )
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
-from fp8calib.model.shapes import Attention, Frozen, ModelGeometry, Role
+from fp8calib.model.geometry import Attention, Frozen, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.text import Block, Line
 
@@ -136,7 +136,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
         from fp8calib.formats.read import check_origin, read_scales
-        from fp8calib.quantization.related import relate_to_quantized
+        from fp8calib.quantization.attachment import relate_to_quantized
     names = shared.split_names(request.formats) or ["kv-overlay"]
     if len(names) > 1:
         raise UsageError(
@@ -196,7 +196,7 @@ def _write(
     from fp8calib.commands.check_written import finish_checkpoint, require_server
     from fp8calib.formats.write import list_owned, write_found
     from fp8calib.model.kv_bytes import kv_bytes_per_token
-    from fp8calib.quantization.related import describe_attachment
+    from fp8calib.quantization.attachment import describe_attachment
 
     out, geometry = Path(request.save_path), found.table.geometry
     taken_from = tuple(map(_name_file, found.files))

@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.data.specs import parse_spec
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""

@@ -22,7 +22,7 @@ from fp8calib.commands.result import (
 from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticSerializationError
 
-from fp8calib.calibration.header import Observe
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.commands import options as keys
 from fp8calib.commands.options import DATA, TextData, recipe_files
 from fp8calib.commands.request import Option, list_options
@@ -38,7 +38,7 @@ from fp8calib.formats.registry import (
     list_format_names,
     list_written_dialects,
 )
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
 

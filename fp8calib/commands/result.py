@@ -11,7 +11,7 @@ from pydantic import Field
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 

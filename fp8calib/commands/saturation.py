@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fp8calib.calibration.header import StatsHeader
+from fp8calib.calibration.stats_header import StatsHeader
 from fp8calib.errors import cut_list
-from fp8calib.model.shapes import KV_ROLES, Frozen, Role, Site
+from fp8calib.model.geometry import KV_ROLES, Frozen, Role, Site
 
 if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from fp8calib.calibration.header import StatsHeader, StatsShard
+from fp8calib.calibration.stats_header import StatsHeader, StatsShard
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result
 from fp8calib.commands.saturation import Saturation, compute_saturation, describe_skipped
 from fp8calib.errors import cut_list, format_count, format_ranges, shorten
-from fp8calib.model.shapes import Frozen, Layer, Linear, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Frozen, Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import RANGE_STARTS
 from fp8calib.text import Block, Line, Table

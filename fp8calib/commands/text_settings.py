@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fp8calib.commands import options as keys
 from fp8calib.commands.request import Option
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 
 
 def make_field(option: Option, **more: Any) -> Any:

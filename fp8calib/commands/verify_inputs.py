@@ -22,8 +22,8 @@ from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.engines.numerics import SPARSE_LATENTS
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.model.geometry import Role
 from fp8calib.model.load import ModelSource
-from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
@@ -31,7 +31,7 @@ from fp8calib.verification.candidates import Target
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.loadable import judge_loading
-from fp8calib.verification.opened import (
+from fp8calib.verification.open_candidates import (
     Scales,
     find_candidate,
     make_candidates,

@@ -37,7 +37,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
-from fp8calib.verification.opened import find_candidate
+from fp8calib.verification.open_candidates import find_candidate
 from fp8calib.verification.report import SCALE_ONE, Remedy, RunProvenance, Verdict, VerifyReport
 from fp8calib.verification.tables import (
     candidates_table,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.engines.weights.rules import NameRules, WeightRule
-    from fp8calib.model.shapes import ModelGeometry
+    from fp8calib.model.geometry import ModelGeometry
 
 
 def on_call(function: str, *last: object) -> Callable[..., Any]:

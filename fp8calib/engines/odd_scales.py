@@ -31,8 +31,8 @@ from fp8calib.engines.scale_mistakes import (
 from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.model.geometry import KV_ROLES, Role, Site
 from fp8calib.model.module_paths import name_fused_group
-from fp8calib.model.shapes import KV_ROLES, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from itertools import pairwise, product
 from statistics import mean, median
 from typing import TYPE_CHECKING, TypeVar
 
-from fp8calib.model.shapes import KV_ROLES, Role
+from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
-from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
+from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.numerics.arrays import decode_floats
 
 _USUAL = 4.0

@@ -37,7 +37,7 @@ from fp8calib.engines.weights.linears import (
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
 from fp8calib.engines.weights.rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights, find_wrong_values
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 
 def amend_weights(

@@ -17,8 +17,8 @@ from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.errors import ExportError, RecipeError
 from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing
+from fp8calib.model.geometry import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.module_paths import matches_pattern
-from fp8calib.model.shapes import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
 from fp8calib.numerics.encode import scale_of

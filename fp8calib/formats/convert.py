@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import check_heads, rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 

@@ -18,12 +18,12 @@ from fp8calib.numerics.formats import KV_FORMATS, Fp8Format
 if TYPE_CHECKING:
     import torch
 
-    from fp8calib.calibration.header import CalibrationOrigin
+    from fp8calib.calibration.stats_header import CalibrationOrigin
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.metadata import Provenance
     from fp8calib.formats.quantized_model import QuantizedModel
     from fp8calib.formats.table import ScaleTable
-    from fp8calib.model.shapes import ModelGeometry, Site
+    from fp8calib.model.geometry import ModelGeometry, Site
 
 
 class Spelling(StrEnum):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib import __version__
-from fp8calib.calibration.header import CalibrationOrigin
+from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.formats.refusals import refusal
@@ -21,7 +21,7 @@ from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 
 if TYPE_CHECKING:
     from fp8calib.checkpoint.tensor_file import TensorFile
-    from fp8calib.model.shapes import ModelGeometry
+    from fp8calib.model.geometry import ModelGeometry
 
 _KV_DTYPES: Mapping[str, Fp8Format] = {
     **{fmt.dtype_name: fmt for fmt in KV_FORMATS.values()},

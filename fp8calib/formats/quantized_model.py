@@ -27,7 +27,7 @@ from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.formats.kv.parse_names import is_probability_scale, parse_name
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.model.geometry import Attention, ModelGeometry, Role
 
 _PROJECTION_TYPES = ("qwen3_next",)
 """Model types in which SGLang stops at `self_attn.k_scale`, and loads ModelOpt's names (0.5.23

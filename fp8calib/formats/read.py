@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_stats import METADATA_KEY, spell_export
-from fp8calib.calibration.header import CalibrationOrigin, explain_difference
+from fp8calib.calibration.stats_header import CalibrationOrigin, explain_difference
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.locations import refuse_external_links
@@ -26,7 +26,7 @@ from fp8calib.formats.kv.read_tensors import list_indexed_scales
 from fp8calib.formats.refusals import refusal
 from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role, Site
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 if TYPE_CHECKING:  # scales are recognised without torch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.header import CalibrationOrigin
+from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import refuse_unknown_entries
 from fp8calib.checkpoint.overlay import plan_overlay
@@ -22,8 +22,8 @@ from fp8calib.formats.metadata import Provenance
 from fp8calib.formats.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import list_paths
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules

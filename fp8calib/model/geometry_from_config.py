@@ -30,9 +30,9 @@ from fp8calib.errors import (
 )
 from fp8calib.model.device import DTYPES
 from fp8calib.model.expert_layouts import ExpertLayout, KnownStacks, Order, cut_name
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.prepared import compare_names, tied_names
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 

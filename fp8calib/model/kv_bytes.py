@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.checkpoint.model_config import LAYER_COUNTS, list_text_configs
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 _WITHOUT_CACHE = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
 _WIDE_DTYPES = {"float32": 4, "float64": 8}

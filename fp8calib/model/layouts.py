@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8calib.model.shapes import Part, Shard
+from fp8calib.model.geometry import Part, Shard
 
 ATTENTION_SHARDS: dict[str, Shard] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "column"),

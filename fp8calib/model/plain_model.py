@@ -24,7 +24,7 @@ from fp8calib.checkpoint.model_config import (
     find_quantization_configs,
 )
 from fp8calib.errors import ModelError
-from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part
+from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Part
 
 GENERATION_NAME = "generation_config.json"
 

@@ -14,8 +14,8 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
 from fp8calib.checkpoint.header import INTEGERS
 from fp8calib.errors import ModelError, cut_list
+from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.module_paths import group_by_pattern, list_paths, match_modules
-from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.topology import (
     find_geometry,
     find_text_decoder,

@@ -7,7 +7,7 @@ equal parts. KV heads are replicated if there are fewer than ranks.
 from __future__ import annotations
 
 from fp8calib.errors import UsageError
-from fp8calib.model.shapes import Linear, ModelGeometry, Part
+from fp8calib.model.geometry import Linear, ModelGeometry, Part
 
 
 def rank_range(count: int, tp: int, rank: int) -> range:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fp8calib.errors import Fp8CalibError, ModelError, first_line
+from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Part, Section, Shard
 from fp8calib.model.layouts import (
     ATTENTION_SHARDS,
     CACHELESS_LAYER_TYPES,
@@ -28,7 +29,6 @@ from fp8calib.model.layouts import (
     one_part,
     qkv_parts,
 )
-from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part, Section, Shard
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")

@@ -33,9 +33,9 @@ from transformers.core_model_loading import (
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, cut_list, first_line
+from fp8calib.model.geometry import Linear
 from fp8calib.model.layouts import gate_up_parts
 from fp8calib.model.module_paths import list_paths
-from fp8calib.model.shapes import Linear
 from fp8calib.model.topology import is_transposed
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}

@@ -15,15 +15,15 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, calibrate_first
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.header import explain_difference
+from fp8calib.calibration.stats_header import explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError, ModelError, join_or
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.geometry import Attention, Layer, Linear, Role, Site
 from fp8calib.model.module_paths import list_paths, span_experts, split_expert
-from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import E4M3FN, Fp8Format

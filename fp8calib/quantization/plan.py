@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.header import CalibrationOrigin
+from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME, replace_dtype
@@ -23,8 +23,8 @@ from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.metadata import make_metadata
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import name_fused_path, split_expert
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix

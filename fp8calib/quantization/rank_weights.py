@@ -23,7 +23,7 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.header import explain_difference
+from fp8calib.calibration.stats_header import explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import explained, require_free_space
 from fp8calib.errors import ExportError, ModelError
@@ -32,8 +32,8 @@ from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.kv.json import name_rank_files
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.model.geometry import Linear, ModelGeometry, Part, Role, Site, find_difference
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.shapes import Linear, ModelGeometry, Part, Role, Site, find_difference
 from fp8calib.model.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import LinearWeight, WeightSource, read_linears

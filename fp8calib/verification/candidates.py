@@ -10,8 +10,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
 from fp8calib.formats.table import ScaleSource, ScaleTable
+from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, find_scheme

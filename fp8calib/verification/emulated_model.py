@@ -20,10 +20,10 @@ from fp8calib.calibration.hooks import find_attention
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.topology import find_text_decoder, name_cache_argument
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.schemes import SCHEMES
@@ -37,7 +37,7 @@ from fp8calib.verification.candidates import (
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.weights import changed_weights
-from fp8calib.verification.opened import Scales, open_candidate
+from fp8calib.verification.open_candidates import Scales, open_candidate
 from fp8calib.verification.report import SCALE_ONE
 
 _EMULATED: WeakSet[LoadedModel] = WeakSet()

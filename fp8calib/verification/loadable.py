@@ -18,7 +18,7 @@ from fp8calib.model.plain_model import is_plain
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import list_defaulted
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.opened import find_candidate
+from fp8calib.verification.open_candidates import find_candidate
 from fp8calib.verification.report import SCALE_ONE
 
 if TYPE_CHECKING:  # statistics for a common model need no replay

@@ -15,9 +15,9 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.errors import UsageError
 from fp8calib.model.device import DTYPES
+from fp8calib.model.geometry import Role
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Role
 from fp8calib.verification.emulation.emulate import can_share, repeat
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.token_scores import scoring_bytes

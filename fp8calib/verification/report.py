@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, computed_field
 
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.schemes import Granularity
 
 SCALE_ONE = "scale-1.0"

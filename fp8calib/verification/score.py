@@ -18,9 +18,9 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.reductions import gpus_of
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
+from fp8calib.model.geometry import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Site
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.emulate import (
     EmulationHooks,

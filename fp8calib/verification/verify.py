@@ -15,8 +15,8 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
+from fp8calib.model.geometry import ModelGeometry, Site
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import ModelGeometry, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
 from fp8calib.numerics.schemes import Granularity

@@ -26,7 +26,7 @@ from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import read_numerics
 from fp8calib.engines.registry import find_emulated
-from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity

@@ -18,10 +18,10 @@ from fp8calib.calibration.calibration_stats import (
     load_stats_file,
     save_stats,
 )
-from fp8calib.calibration.header import Skipped, StatsHeader
+from fp8calib.calibration.stats_header import Skipped, StatsHeader
 from fp8calib.data.modality import Modality
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from tests.formats.handmade import make_attention, make_geometry
 
 K = Site("model.layers.0.self_attn", Role.K)

@@ -20,7 +20,7 @@ from fp8calib.calibration.batch_view import BatchView, Reductions
 from fp8calib.calibration.calibration_stats import join
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import agree
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from tests.kit.minutes import HAS_MINUTES
 
 kernels: Any = pytest.importorskip(

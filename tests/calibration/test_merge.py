@@ -14,7 +14,7 @@ from fp8calib.calibration.calibration_stats import (
     merge_shards,
     save_stats,
 )
-from fp8calib.calibration.header import StatsShard
+from fp8calib.calibration.stats_header import StatsShard
 from fp8calib.data.sequences import Share
 from fp8calib.errors import ModelError, UsageError
 from tests import zoo

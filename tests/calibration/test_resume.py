@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fp8calib.calibration import journal as journal_module
-from fp8calib.calibration.header import Observe, StatsHeader
 from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.stats_header import Observe, StatsHeader
 from fp8calib.data.sequences import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from tests import zoo

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
 from fp8calib.commands.options import recipe_files
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, write_rows
 from tests.cli.program import Outcome, fail, snapshot, succeed

@@ -39,7 +39,7 @@ from fp8calib.errors import (
 )
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.verification.candidates import Target
-from fp8calib.verification.opened import open_candidate
+from fp8calib.verification.open_candidates import open_candidate
 from tests.cli import quantized_sources as sources
 from tests.cli.program import Outcome, run
 from tests.mutations import break_file, break_folder

@@ -19,7 +19,7 @@ from fp8calib.calibration import memory_plan
 from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.data.sequences import Batch
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
 from tests.cli.conftest import write_rows

@@ -28,7 +28,7 @@ from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.registry import list_read, list_written_dialects
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from tests.cli import quantized_sources as sources
 from tests.cli.conftest import write_rows

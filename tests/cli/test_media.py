@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fp8calib.model.load import open_source
-from fp8calib.plugins.plan.opened import plan_texts
+from fp8calib.plugins.plan.inputs import plan_texts
 from fp8calib.plugins.plan.request import PlanRequest
 from tests.cli.conftest import write_rows
 from tests.cli.places import Places

@@ -7,7 +7,7 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.commands.saturation import compute_saturation
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from tests.formats.handmade import make_geometry, make_stats
 
 

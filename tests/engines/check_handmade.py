@@ -14,7 +14,7 @@ from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.formats.kv.overlay import make_quantization_config
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from tests.formats.handmade import make_attention, make_geometry
 
 WEIGHTS = "model-00001-of-00002.safetensors"

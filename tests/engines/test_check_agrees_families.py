@@ -14,8 +14,8 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.formats.write import write_table
+from fp8calib.model.geometry import Role
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
 from tests.architectures.families import FAMILIES, save
 

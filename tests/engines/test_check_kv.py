@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,

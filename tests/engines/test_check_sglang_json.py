@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from tests.engines.check_handmade import (
     PER_TENSOR,
     ask_sglang_json,

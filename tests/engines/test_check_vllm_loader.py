@@ -20,7 +20,7 @@ import pytest
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.load_context import LoadContext
+from fp8calib.engines.replay.loaded_scales import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.vllm.names import WeightLoader, is_placeless
 from tests.formats.handmade import make_attention, make_geometry

@@ -24,8 +24,8 @@ from fp8calib.engines.weights.blocks import QuantizedWeights, list_block_finding
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.select import find_selection

@@ -9,7 +9,7 @@ from pathlib import Path
 import fp8calib
 from fp8calib.engines.replay.verdicts import fingerprint_scales
 from fp8calib.engines.status import Status
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from tests.engines.check_handmade import (
     PER_HEAD,
     save_folder,

@@ -18,8 +18,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.scale_mistakes import find_common_factor, find_mixup
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.errors import ModelError
+from fp8calib.model.geometry import Role
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.shapes import Role
 from tests import zoo
 from tests.kit.checkpoints import change_quantization, change_tensors
 

@@ -17,7 +17,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Evidence, Status
 from fp8calib.errors import UsageError
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.shapes import ModelGeometry
 
 FOLDER = Path(__file__).parents[1] / "foreign"
 LLAMA_ATTENTION = "model.layers.{}.self_attn"

@@ -10,14 +10,14 @@ import torch
 
 from fp8calib import __version__
 from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
-from fp8calib.calibration.header import StatsHeader
+from fp8calib.calibration.stats_header import StatsHeader
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.formats.dialect import WriteJob
 from fp8calib.formats.metadata import Provenance
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part, Role, Site
+from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Part, Role, Site
 
 Sites = dict[Site, SiteStats]
 

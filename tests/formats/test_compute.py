@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.histogram import count_bins
 from fp8calib.numerics.rules import AMAX, ScaleRules, parse_rule

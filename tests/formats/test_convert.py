@@ -10,7 +10,7 @@ import torch
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.convert import convert_table, explain_conversion, fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.model.geometry import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.formats.handmade import make_attention, make_geometry
 

@@ -11,7 +11,7 @@ import torch
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.read import read_scales
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.foreign import (
     FOLDER,

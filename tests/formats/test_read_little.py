@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8calib.formats.read import read_scales
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from tests.engines.check_handmade import plain_geometry
 
 SCALES = {

@@ -22,7 +22,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleSource
-from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.geometry import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN
 from tests.formats.handmade import (
     MODEL,

@@ -17,7 +17,7 @@ from fp8calib.formats.write import (
     check_overlay_source,
     write_formats,
 )
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, ScaleRules
 from tests.formats.handmade import (

@@ -18,7 +18,7 @@ from fp8calib.formats.read import read_scales
 from fp8calib.formats.registry import list_format_names
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.formats.write import write_table
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.formats.handmade import (
     latent_stats,

@@ -16,8 +16,8 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.transformers import report
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.model import geometry_from_config
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, ModelSource
-from fp8calib.model.shapes import ModelGeometry
 
 _ask = report.report_transformers
 _build = geometry_from_config.build_skeleton

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.registry import list_written_fp8
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part, Role, Site
+from fp8calib.model.geometry import Layer, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.weight_source import LinearWeight
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.calibrated_scales import (

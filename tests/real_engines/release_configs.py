@@ -38,7 +38,7 @@ from fp8calib.engines.weights.linears import (
     StoredLinear,
 )
 from fp8calib.engines.weights.reader import LinearReader, Unquantized
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.schemes import InputScaling
 from tests.real_engines.package import Package, execute
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.formats.kv.overlay import IGNORED
-from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part
+from fp8calib.model.geometry import Layer, Linear, ModelGeometry, Part
 from tests.engines.test_check_weights import (
     WHOLE,
     ask,

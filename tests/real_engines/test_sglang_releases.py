@@ -14,7 +14,7 @@ from fp8calib.engines.sglang.linears import SglangReader
 from fp8calib.engines.sglang.replay import (
     has_place,
 )
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,

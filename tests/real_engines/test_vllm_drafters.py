@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from tests.kit.checkpoints import change_config
 from tests.plugins.vllm.vllm_cases import CASES, SEQ_LEN, make_rows
 from tests.real_engines.test_vllm_calibration import save_served

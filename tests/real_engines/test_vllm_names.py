@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.status import Status
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.shapes import ModelGeometry
 from tests import zoo
 from tests.architectures import families
 from tests.engines.check_handmade import PER_TENSOR, QUARK

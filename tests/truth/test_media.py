@@ -20,8 +20,8 @@ from fp8calib.commands.text_settings import Data
 from fp8calib.data.modality import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
+from fp8calib.model.geometry import Role, Site
 from fp8calib.model.load import open_source
-from fp8calib.model.shapes import Role, Site
 from tests.calibration.test_resume import Stopping, interrupt
 from tests.cli.program import succeed
 from tests.doors import WorkShare, as_bytes, opened

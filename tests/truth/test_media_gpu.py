@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from tests.doors import as_bytes, opened
 from tests.kit.multimodal import parametrize, save_multimodal
 from tests.truth.test_media import KINDS, plan_of

@@ -18,7 +18,7 @@ from fp8calib.calibration.reductions import (
     observe_input,
     reduce_tokens,
 )
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.positions import NUM_RANGES, RANGE_STARTS
 
 _SITE = Site("site", Role.INPUT)

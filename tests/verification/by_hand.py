@@ -32,8 +32,8 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.model.geometry import ModelGeometry, Site
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import ModelGeometry, Site
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate

@@ -16,7 +16,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import batches, find_distinct_tokens
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN

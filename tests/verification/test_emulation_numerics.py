@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation.fake_quantize import Quantizer

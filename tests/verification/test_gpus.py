@@ -10,7 +10,7 @@ import torch
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.plugins.plan import plan
 from tests import zoo

@@ -17,7 +17,7 @@ from torch import nn
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import AttentionCall, HookedCache, open_hooks
 from fp8calib.engines.registry import ENGINES, find_emulated
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.candidate import Candidate

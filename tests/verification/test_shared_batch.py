@@ -15,7 +15,7 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.data.sequences import Batch, batches
 from fp8calib.errors import VerificationError
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks

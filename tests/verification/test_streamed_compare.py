@@ -18,9 +18,9 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.model.shapes import Site
+from fp8calib.model.geometry import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage

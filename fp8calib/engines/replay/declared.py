@@ -8,8 +8,8 @@ from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.status import Status
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import matches_expression, refuse_costly
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 

@@ -26,8 +26,8 @@ from fp8calib.errors import ModelError, NotUnderstoodError, cut_list, shorten
 from fp8calib.formats.kv.parse_names import ScaleName, is_probability_scale, parse_name
 from fp8calib.formats.metadata import DTYPE_KEY
 from fp8calib.model.drafters import count_layers
+from fp8calib.model.geometry import Attention, Layer, ModelGeometry
 from fp8calib.model.plain_model import read_plain_geometry
-from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 _MAX_SCALE_BYTES = 1 << 20
 """No model has so many heads: a larger tensor is not a scale and is not read."""

@@ -11,7 +11,7 @@ from pydantic import Field, computed_field
 
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
-from fp8calib.model.shapes import Frozen, ModelGeometry, Role
+from fp8calib.model.geometry import Frozen, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE
 

@@ -29,7 +29,7 @@ from fp8calib.engines.weights.reader import (
 )
 from fp8calib.formats.fp8.compressed_tensors import CONFIG_FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, InputScaling
 
 _FORMATS = (*CONFIG_FORMATS, "pack-quantized")

@@ -19,11 +19,11 @@ from fp8calib.engines.replay.declared import (
     note_drafter,
 )
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
+from fp8calib.engines.replay.loaded_scales import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
-from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
+from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 _CLASS = "class"

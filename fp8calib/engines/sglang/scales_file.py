@@ -34,7 +34,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.sglang.replay import find_fault, find_sglang_type, has_class
 from fp8calib.engines.status import Status
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 _READS_FILE = "class of this model type reads a file of scales"
 _WHY = (

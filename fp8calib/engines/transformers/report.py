@@ -18,7 +18,7 @@ from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.declared import amend_for_dtype
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -35,7 +35,7 @@ from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
-from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES
+from fp8calib.formats.fp8.match_scales import EXPONENT_DTYPES
 from fp8calib.formats.fp8.registry import list_scale_names
 from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
@@ -44,8 +44,8 @@ from fp8calib.formats.fp8.weights import (
     name_companions,
 )
 from fp8calib.formats.kv.parse_names import parse_name
+from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry
 from fp8calib.model.module_paths import span_experts, split_expert
-from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}

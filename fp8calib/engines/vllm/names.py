@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from fp8calib.engines.facts.release import ADDED_ROOTS, Release
-from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
@@ -22,8 +22,8 @@ from fp8calib.formats.fp8.quantization_config import ContradictionError
 from fp8calib.formats.fp8.registry import load_finder
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
 from fp8calib.model.module_paths import split_expert
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 
 PLACELESS = "attention of this model type has no parameters for KV scales"
 WRAPPERS = "class with other inputs beside text"

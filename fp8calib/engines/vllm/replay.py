@@ -17,7 +17,7 @@ from fp8calib.engines.replay.declared import (
     note_drafter,
 )
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.load_context import (
+from fp8calib.engines.replay.loaded_scales import (
     Slot,
     match_to_layers,
     open_indexed,
@@ -44,7 +44,7 @@ from fp8calib.engines.vllm.names import (
     is_placeless,
 )
 from fp8calib.errors import shorten
-from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
+from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import NVFP4_CACHE
 

@@ -18,8 +18,8 @@ from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import WeightRule
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.quantization_config import StoredScheme
+from fp8calib.model.geometry import Linear, ModelGeometry
 from fp8calib.model.module_paths import name_fused_group
-from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.schemes import Granularity, find_nearest
 

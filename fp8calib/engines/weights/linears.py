@@ -18,8 +18,8 @@ from fp8calib.engines.facts.classes import (
 )
 from fp8calib.formats.fp8.weights import is_linear_scale
 from fp8calib.model.drafters import is_drafted
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import split_expert
-from fp8calib.model.shapes import ModelGeometry
 
 Shape = tuple[int, ...]
 WEIGHT = "weight"

@@ -30,8 +30,8 @@ from fp8calib.engines.weights.stored import OpenedWeights, is_equal
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.model.drafters import find_promise, is_drafted
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import split_expert
-from fp8calib.model.shapes import ModelGeometry
 
 Tensors = Mapping[str, TensorEntry]
 _ABSENT_FIX = "complete the download or the export, or use the config.json of this checkpoint"

@@ -37,8 +37,8 @@ from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.modelopt import read_algorithm
 from fp8calib.formats.fp8.quantization_config import ContradictionError, FindScheme, StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, load_finder
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import name_fused_group
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 
 ConfigSection = Mapping[str, object]

@@ -36,7 +36,7 @@ from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
 from fp8calib.formats.kv.overlay import make_quantization_config
 from fp8calib.formats.kv.parse_names import parse_name
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 
 Located = Mapping[str, tuple[str, TensorEntry]]

@@ -21,7 +21,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
-from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, Fp8Weight, pair_tensors
+from fp8calib.formats.fp8.match_scales import EXPONENT_DTYPES, Fp8Weight, pair_tensors
 from fp8calib.formats.fp8.quantization_config import Activation, contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion

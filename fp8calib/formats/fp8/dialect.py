@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.model.drafters import DRAFTER_MODULES, name_in_vllm
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme, count_parts
 
 if TYPE_CHECKING:
-    from fp8calib.model.shapes import Attention
+    from fp8calib.model.geometry import Attention
 
 Shape = tuple[int, ...]
 Config = dict[str, object]

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.formats.kv.validate import check_model_type
 from fp8calib.formats.metadata import find_format
 from fp8calib.formats.refusals import refusal
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"

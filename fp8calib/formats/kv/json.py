@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 
 if TYPE_CHECKING:
     from fp8calib.formats.table import ScaleTable
-    from fp8calib.model.shapes import Layer, ModelGeometry, Section
+    from fp8calib.model.geometry import Layer, ModelGeometry, Section
 
 _RANK = "rank"
 _NO_CACHE_SCALE = 1.0

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles, Spelling, WriteJob
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
     import torch
 
     from fp8calib.formats.table import ScaleTable
-    from fp8calib.model.shapes import Attention, ModelGeometry
+    from fp8calib.model.geometry import Attention, ModelGeometry
 
 _EXPANDED_NOTE = (
     "ModelOpt measures K and V of latent attention expanded to heads; where an engine caches the "

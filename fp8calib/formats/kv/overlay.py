@@ -23,7 +23,7 @@ from fp8calib.formats.kv.kv_scales import make_scale_tensors, read_kv_scales
 from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
-    from fp8calib.model.shapes import ModelGeometry
+    from fp8calib.model.geometry import ModelGeometry
 
 _SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []

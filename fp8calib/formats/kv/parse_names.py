@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from fp8calib.errors import cut_list
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.refusals import refusal
-from fp8calib.model.shapes import KV_ROLES, Role
+from fp8calib.model.geometry import KV_ROLES, Role
 
 if TYPE_CHECKING:
-    from fp8calib.model.shapes import Attention, ModelGeometry
+    from fp8calib.model.geometry import Attention, ModelGeometry
 
 RANK_FILE_MARK = "kv_cache_scaling_factor"
 """Part of the names of scales in TensorRT-LLM and AMMO rank files."""

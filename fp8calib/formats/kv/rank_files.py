@@ -16,7 +16,7 @@ from fp8calib.formats.kv.config import read_config
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK
 from fp8calib.formats.kv.validate import check_precision, check_scales, join_ranks
 from fp8calib.formats.refusals import refusal
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 if TYPE_CHECKING:  # scales are recognised without torch
     import torch

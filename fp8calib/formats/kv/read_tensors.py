@@ -27,7 +27,7 @@ from fp8calib.formats.kv.validate import (
 )
 from fp8calib.formats.metadata import find_origin, find_recorded_format
 from fp8calib.formats.refusals import refusal
-from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role, Site
+from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
 
 if TYPE_CHECKING:  # scales are recognised without torch

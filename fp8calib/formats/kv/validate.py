@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.calibration.header import CalibrationOrigin
+from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.errors import ModelError, cut_list, name_ranges
 from fp8calib.formats.dialect import ParsedScales
 from fp8calib.formats.refusals import refusal
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 
 if TYPE_CHECKING:  # scales are recognised without torch

@@ -10,7 +10,7 @@ import torch
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.model.shapes import Linear
+from fp8calib.model.geometry import Linear
 
 HELD_EVERY = 8
 """One sequence of this many is held back, to measure the error of a rounding on it."""

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from fp8calib.model.geometry import Layer, Linear
 from fp8calib.model.module_paths import split_expert
 from fp8calib.model.prepared import PreparedModel, tied_names
-from fp8calib.model.shapes import Layer, Linear
 from fp8calib.plugins.gptq.hessians import expert_key
 from fp8calib.quantization.matrices import Matrix
 

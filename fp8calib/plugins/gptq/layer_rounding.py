@@ -17,7 +17,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.commands.calibration_job import CalibrationJob
 from fp8calib.errors import UsageError
-from fp8calib.model.shapes import Layer
+from fp8calib.model.geometry import Layer
 from fp8calib.numerics.encode import decode_rows, encode_rows
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.plugins.gptq.core import (

@@ -17,7 +17,7 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.formats import E5M2
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.types import CACHE_TYPES

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.plugins.kv_types import round_trips

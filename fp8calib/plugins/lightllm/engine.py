@@ -18,7 +18,7 @@ from fp8calib.plugins.lightllm.format import PER_HEAD, PER_TENSOR, QUERY, find_m
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.model.shapes import ModelGeometry
+    from fp8calib.model.geometry import ModelGeometry
 
 _FIX = "`fp8calib export STATS --format lightllm --out DIR` writes it"
 _NO_QUERY = (

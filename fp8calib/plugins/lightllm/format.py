@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.errors import cut_list
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
 from fp8calib.formats.refusals import refusal
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
     import torch
 
-    from fp8calib.model.shapes import Attention, ModelGeometry
+    from fp8calib.model.geometry import Attention, ModelGeometry
 
 PER_HEAD, PER_TENSOR = "per_head", "per_tensor"
 QUERY = "q_calibration"

@@ -20,13 +20,13 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.geometry import KV_ROLES, Site
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
-from fp8calib.plugins.plan.opened import OpenedPlan
+from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.quantization.ignored import span_layers
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import find_selection

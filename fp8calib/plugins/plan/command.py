@@ -22,8 +22,8 @@ from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
+from fp8calib.plugins.plan.inputs import OpenedPlan, open_plan
 from fp8calib.plugins.plan.measure import MEASURED_NAME, Measure, Measurements, open_measured_model
-from fp8calib.plugins.plan.opened import OpenedPlan, open_plan
 from fp8calib.plugins.plan.recipe import (
     RECIPE_NAME,
     make_planned_scheme,
@@ -34,7 +34,7 @@ from fp8calib.plugins.plan.report import CHOSEN, PlanResult, make_report
 from fp8calib.plugins.plan.request import RULES, PlanRequest
 from fp8calib.plugins.plan.search import Search
 from fp8calib.text import Answer, Block, Cell, Line, Table
-from fp8calib.verification.opened import require_head
+from fp8calib.verification.open_candidates import require_head
 from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_curve, place_chart
 from fp8calib.verification.page.page import PageSection, render
 from fp8calib.verification.tables import describe_pair, format_kld, format_mean_kld

@@ -17,7 +17,7 @@ from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.commands.request import Reporter
 from fp8calib.data.sequences import DataPlan, batches, replace_sequences
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
-from fp8calib.plugins.plan.opened import OpenedPlan
+from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.score import AT_ONCE, count_in_rounds, score_in_rounds

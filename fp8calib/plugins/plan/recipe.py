@@ -17,7 +17,7 @@ from fp8calib.commands.recipe import Quantize
 from fp8calib.errors import VerificationError
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import IN_16_BITS, Plan, Unit, choice_of
-from fp8calib.plugins.plan.opened import OpenedPlan
+from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.quantization.settings import make_settings
 
 RECIPE_NAME = "recipe.yaml"

@@ -14,11 +14,11 @@ from fp8calib.commands.result import BeforeAfter, Result
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, count_bytes, list_uniform
+from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.plugins.plan.measure import Measure
-from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
 from fp8calib.plugins.plan.search import Group, Search, Tried
 from fp8calib.verification.report import PairedResult, RunProvenance

@@ -25,8 +25,8 @@ from fp8calib.plugins.plan.choices import (
     join_plans,
     list_uniform,
 )
+from fp8calib.plugins.plan.inputs import Budget
 from fp8calib.plugins.plan.measure import Measure
-from fp8calib.plugins.plan.opened import Budget
 from fp8calib.plugins.plan.rules import choose_rules
 from fp8calib.verification.score import AT_ONCE
 from fp8calib.verification.summary import Summary

@@ -20,11 +20,11 @@ from fp8calib.plugins.server.assess import ServerAnswers, ServerEvidence
 from fp8calib.plugins.server.client import Endpoint, find_endpoint
 from fp8calib.plugins.server.decoding import DecodingAnswers
 from fp8calib.plugins.server.faults import SEQUENCES
-from fp8calib.plugins.server.kinds import KINDS
+from fp8calib.plugins.server.model_text import count_given, write_text
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER
 from fp8calib.plugins.server.score import Server, connect
-from fp8calib.plugins.server.written import count_given, write_text
+from fp8calib.plugins.server.server_kinds import KINDS
 from fp8calib.verification.report import SCALE_ONE
 
 _SERVER_KEY = "FP8CALIB_SERVER_KEY"

@@ -43,7 +43,7 @@ from fp8calib.plugins.server.faults import Fault, FaultRunner, changes_of, list_
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER, ServedResult, ServerVerifyResult
 from fp8calib.plugins.server.row import add_server, report_alone
-from fp8calib.plugins.server.served import compare_served, list_served
+from fp8calib.plugins.server.served_candidates import compare_served, list_served
 from fp8calib.text import Block, Line, Table
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.memory import open_scored, plan_verification

@@ -11,8 +11,8 @@ import torch
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role, Site
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role, Site
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.score import Scores, count_in_rounds, score_in_rounds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8calib.errors import ModelError, ServerError, cut_list, shorten
 from fp8calib.plugins.server.client import Response, ServerClient
-from fp8calib.plugins.server.kinds import KINDS, ServerKind
+from fp8calib.plugins.server.server_kinds import KINDS, ServerKind
 
 _PROBE = 'The quick brown fox: 3.14, "na\u00efve" \u6771\u4eac\n\tdef f(x): return x**2'
 _PROBE_TOKENS = 64

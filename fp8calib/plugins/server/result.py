@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8calib.commands.verify_run import VerifyResult
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 from fp8calib.verification.report import PairedResult
 
 SERVER = "server"

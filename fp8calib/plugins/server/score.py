@@ -20,11 +20,11 @@ from fp8calib.plugins.server.client import (
     run_to_end,
 )
 from fp8calib.plugins.server.decoding import Decoded
-from fp8calib.plugins.server.kinds import ServerKind
+from fp8calib.plugins.server.model_text import SAMPLING_SEED, count_given
 from fp8calib.plugins.server.recognise import check_tokenizer, recognise
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.served_hooks import count_prompt
-from fp8calib.plugins.server.written import SAMPLING_SEED, count_given
+from fp8calib.plugins.server.server_kinds import ServerKind
 
 T = TypeVar("T")
 _CONNECTING_S = 60.0

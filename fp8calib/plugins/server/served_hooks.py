@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.model.shapes import Attention, Site
+from fp8calib.model.geometry import Attention, Site
 from fp8calib.verification.emulation.candidate import NO_READS, Reads
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer

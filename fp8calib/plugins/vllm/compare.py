@@ -20,7 +20,7 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.scale_mistakes import list_moves
 from fp8calib.engines.status import Status
 from fp8calib.errors import cut_list, format_count, name_ranges, shorten
-from fp8calib.model.shapes import KV_ROLES, Role
+from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.plugins.vllm.live_scales import FP8_CACHES, ROLES
 from fp8calib.plugins.vllm.rank_answer import LiveLayer, RankAnswer, Slot
 

@@ -24,15 +24,15 @@ from safetensors.torch import load
 
 from fp8calib.calibration.calibrate import CalibrationRun
 from fp8calib.calibration.calibration_stats import SiteStats, join_ranges
-from fp8calib.calibration.header import Observe
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, cut_into
 from fp8calib.errors import CalibrationError, UsageError, suggest
+from fp8calib.model.geometry import Role, Site
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Role, Site
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
 from fp8calib.plugins.vllm.observer import SequenceKey, checksum
 

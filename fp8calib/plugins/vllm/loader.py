@@ -25,7 +25,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError, cut_list
-from fp8calib.model.shapes import Frozen
+from fp8calib.model.geometry import Frozen
 
 _SCRIPT = Path(__file__).with_name("loader_script.py")
 _OWN_FRAME = ":__torch_function__"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fp8calib.calibration.calibration_stats import COUNTS, NAMES, SiteStats, join
-from fp8calib.calibration.header import Observe
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.errors import CalibrationError
+from fp8calib.model.geometry import KV_ROLES, Attention, Frozen, Linear, ModelGeometry, Role, Site
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import KV_ROLES, Attention, Frozen, Linear, ModelGeometry, Role, Site
 from fp8calib.model.tensor_parallel import rank_range
 
 

@@ -24,8 +24,8 @@ from fp8calib.calibration.calibration_stats import name_tensors
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import observe_expert_input, observe_input, reduce_tokens
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
+from fp8calib.model.geometry import Role, Site
 from fp8calib.model.module_paths import list_paths
-from fp8calib.model.shapes import Role, Site
 
 
 class Observer:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from fp8calib.errors import ServerError
-from fp8calib.model.shapes import Frozen, Role
+from fp8calib.model.geometry import Frozen, Role
 from fp8calib.plugins.vllm.live_scales import COPIES
 from fp8calib.plugins.vllm.loader import list_indices
 

@@ -10,7 +10,7 @@ from fp8calib.engines.status import Status
 from fp8calib.errors import ModelError, format_ranges, shorten
 from fp8calib.formats.convert import convert_table
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import KV_ROLES, Attention, Role
+from fp8calib.model.geometry import KV_ROLES, Attention, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.plugins.vllm.live_scales import FP8_CACHES
 from fp8calib.plugins.vllm.rank_answer import RankAnswer, Slot

@@ -20,7 +20,7 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import AttentionCall, ExpertsCall, HookedCache, open_hooks
 from fp8calib.calibration.reductions import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
-from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN

@@ -11,7 +11,7 @@ from fp8calib.engines.replay.declared import find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.formats.convert import fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity

@@ -14,9 +14,9 @@ from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
+from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.module_paths import name_fused_group
-from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format

@@ -13,8 +13,8 @@ from torch import nn
 
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
+from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.topology import find_text_decoder, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax

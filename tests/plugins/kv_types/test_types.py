@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.cache_utils import Fp8QuantizedLayer
 
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.plugins.kv_types import round_trips
 from fp8calib.plugins.kv_types.types import CACHE_TYPES, Store
 from fp8calib.verification.emulation.candidate import Candidate

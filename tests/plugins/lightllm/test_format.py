@@ -12,7 +12,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.write import check_export
-from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.geometry import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from tests.formats.handmade import (
     MEASURED,

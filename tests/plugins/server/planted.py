@@ -13,9 +13,9 @@ from fp8calib.commands.model import open_model
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.table import Scale, ScaleSource
+from fp8calib.model.geometry import Site
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.model.shapes import Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.candidate import Candidate

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.plugins.server import server as compare_with_server
 from tests.cli.program import succeed
 from tests.plugins.server import planted

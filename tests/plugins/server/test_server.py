@@ -18,7 +18,7 @@ import fp8calib
 from fp8calib.plugins.server import server as compare_with_server
 from fp8calib.plugins.server.answers import AnswerError, SequenceScores, ServerScores
 from fp8calib.plugins.server.decoding import Decoded, DecodingAnswers, assess_decoding
-from fp8calib.plugins.server.kinds import KINDS
+from fp8calib.plugins.server.server_kinds import KINDS
 from fp8calib.verification.report import VerifyReport
 from tests.cli.program import fail, run, succeed
 from tests.plugins.server import planted

@@ -14,10 +14,10 @@ import torch
 
 import fp8calib
 from fp8calib.calibration.calibration_stats import COUNTS, SiteStats
-from fp8calib.calibration.header import Observe
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError
-from fp8calib.model.shapes import Attention, Role, Site
+from fp8calib.model.geometry import Attention, Role, Site
 from fp8calib.plugins import vllm as plugin
 from fp8calib.plugins.vllm.commands.calibrate import (
     parse_engine_options,

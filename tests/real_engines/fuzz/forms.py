@@ -16,9 +16,9 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.formats.write import write_table
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.module_paths import span_experts
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import CalibratedScales

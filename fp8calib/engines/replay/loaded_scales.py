@@ -20,7 +20,7 @@ from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import is_of_draft_layer
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
 from fp8calib.numerics.arrays import round_number
 
 Slot = tuple[int, Role]

@@ -19,7 +19,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from fp8calib.data.modality import Modality
-from fp8calib.model.shapes import Frozen, ModelGeometry
+from fp8calib.model.geometry import Frozen, ModelGeometry
 
 _KEYS = ("model", "data", "text_start")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")

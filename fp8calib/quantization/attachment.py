@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.header import CalibrationOrigin
+from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.calibration.unquantized_tensors import BaseComparison, compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
 from fp8calib.formats.quantized_model import find_quantized, has_kv_cache
-from fp8calib.model.shapes import ModelGeometry, find_difference
+from fp8calib.model.geometry import ModelGeometry, find_difference
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _UNKNOWN = "the scales record no model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fp8calib.model.shapes import Role
+from fp8calib.model.geometry import Role
 from fp8calib.plugins.server.result import ServedResult
 from fp8calib.plugins.server.served_hooks import ServedHooks, find_decoded
 from fp8calib.verification.emulation.candidate import Candidate

@@ -17,20 +17,20 @@ from fp8calib.calibration.calibration_stats import (
     is_stats_file,
     load_stats_file,
 )
-from fp8calib.calibration.header import CalibrationOrigin, explain_difference
 from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.stats_header import CalibrationOrigin, explain_difference
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
+from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
 from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.geometry import Layer, ModelGeometry, Role, Site
 from fp8calib.model.live_model import LiveCheckpoint
-from fp8calib.model.shapes import Layer, ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.rules import Rule, ScaleRules
 from fp8calib.verification.candidates import (
