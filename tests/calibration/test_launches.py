@@ -41,10 +41,10 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(fami
     assert work.observation.launches <= work.with_histograms.launches
     assert work.observation.waits == work.with_histograms.waits == 0
     shares = {name: each.launches / work.decoder.launches for name, each in emulations.items()}
-    assert 0 < shares["kv"] <= 0.17  # of two layers; some ten kernels are for all sites together
-    assert shares["kv"] <= shares["kv + P"] <= 0.19
-    assert 0 < shares["w8a8 static"] <= 0.18
-    assert 0 < shares["w8a8 dynamic"] <= 0.18
+    assert 0 < shares["kv"] <= 0.15
+    assert shares["kv"] <= shares["kv + P"] <= 0.18
+    assert 0 < shares["w8a8 static"] <= 0.16
+    assert 0 < shares["w8a8 dynamic"] <= 0.16
     assert not any(each.waits for each in emulations.values())
     if family == "llama":  # layers x (k, v, 4 different inputs), 4 for all sites
         assert work.observation.launches == 4 * 6 + 4

@@ -173,8 +173,11 @@ class DamageSums(Generic[Key]):
                 else:
                     groups[total.device][key] = total, row.to(total.device)
             for group in groups.values():
-                both = [torch.stack(parts) for parts in zip(*group.values(), strict=True)]
-                self.totals |= zip(group, sum_damage(both).unbind(), strict=True)
+                totals, new = zip(*group.values(), strict=True)
+                one, other = torch.stack([*totals, *new]).chunk(2)  # three kernels in all on a GPU
+                joined = one + other
+                torch.maximum(one[..., -1], other[..., -1], out=joined[..., -1])
+                self.totals |= zip(group, joined.unbind(), strict=True)
             rows = later
 
 
