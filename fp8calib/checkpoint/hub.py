@@ -82,11 +82,6 @@ def _refuse(model: str, error: Exception) -> ModelError:
     return ModelError(message, hint=f"{suggest_path(Path(model), of_folders=True)}{hint}")
 
 
-def fetch_hub_id(path: Path) -> Path:
-    """Download a checkpoint or its scales if `path` is a hub id; else return the path itself."""
-    return find_folder(str(path)) if may_be_on_hub(path) else path
-
-
 @contextmanager
 def open_by_range(
     path: Path,

@@ -14,7 +14,8 @@ from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 
-from fp8calib.checkpoint.hub import fetch_hub_id
+from fp8calib.checkpoint.hub import find_folder
+from fp8calib.checkpoint.locations import may_be_on_hub
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -109,7 +110,7 @@ def fetch_checkpoint(path: str | Path) -> Path:
     Raises:
         UsageError: the path is a file.
     """
-    folder = fetch_hub_id(Path(path))
+    folder = find_folder(str(path)) if may_be_on_hub(Path(path)) else Path(path)
     if folder.is_file():
         raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
     return folder
