@@ -135,7 +135,7 @@ def run(
                 hint="leave out --shard",
             )
         job.list_batches()  # refuses a shard without any
-        told = dict.fromkeys(job.plan.warnings if job.plan else ())
+        told = dict.fromkeys((*model.list_warnings(), *(job.plan.warnings if job.plan else ())))
         for warning in told:
             reporter.warn(warning)
         result = _run(job, request)
