@@ -44,6 +44,7 @@ class Damage(NamedTuple):
         return self.clipped / max(self.num_elements, 1), self.flushed / max(self.num_elements, 1)
 
 
+@torch.no_grad()  # a caller of `emulate` may compute gradients
 def measure_damage(x: torch.Tensor, fake: FakeQuantized, *, flush_stride: int = 1) -> torch.Tensor:
     """Sum up what quantization did to `x`: fp64 [6] on its device, in the order of `Damage`.
 
@@ -64,7 +65,7 @@ def measure_damage(x: torch.Tensor, fake: FakeQuantized, *, flush_stride: int = 
         clipped,
         flushed * (exact.numel() / max(chosen.numel(), 1)),
         torch.full((), x.numel(), dtype=torch.float64, device=x.device),
-        tensor_amax(x.detach()).double(),
+        tensor_amax(x).double(),
     )
     return torch.stack(sums)
 
@@ -86,6 +87,7 @@ def _sum_squares(x: torch.Tensor) -> torch.Tensor:
     return norm.square()
 
 
+@torch.no_grad()
 def measure_heads(x: torch.Tensor, fake: FakeQuantized) -> torch.Tensor:
     """Sum up what quantization did to each head of `x` [H, N, D]: fp64 [H, 6], as `Damage`."""
     axes = (1, 2)
