@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 
+import torch
 from tqdm import tqdm
 
 
@@ -28,6 +29,8 @@ def start_fork(module: str, *arguments: object, **variables: object) -> subproce
         os.environ.update({name: str(value) for name, value in variables.items()})
         signal.signal(signal.SIGINT, signal.default_int_handler)
         tqdm._lock = threading.RLock()  # its own is one of all processes; a killed one may hold it
+        # Torch makes its pool of threads anew after a fork; two threads that do so at once fail.
+        torch.set_num_threads(torch.get_num_threads())
         code: object = 1
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
