@@ -6,7 +6,12 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +49,30 @@ def _no_garbage_of_imports() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()  # or nanobind reports those of Triton 3.9 as leaks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    """Let Triton's interpreter, where it is used, list the functions that it replaces once."""
+    if find_spec("triton") is None:
+        yield
+        return
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @cache
+    def list_builtins(package: Any) -> list[str]:
+        return [name for name in dir(package) if is_builtin(getattr(package, name, None))]
+
+    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
+        for name in list_builtins(package):
+            member = getattr(package, name)
+            if not is_builtin(member):  # they are replaced together
+                return
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    with mock.patch.object(interpreter, "_patch_builtin", patch_builtins):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -52,8 +52,8 @@ class Drawn:
 
 @st.composite
 def drawn(draw: Any) -> Drawn:
-    size = draw(st.integers(1, 4))
     longest = draw(st.sampled_from([2, 17, 128, 129, 511, 513, 1100]))
+    size = draw(st.integers(1, 4 if longest < 500 or HAS_MINUTES else 2))
     lengths = [longest] * size
     if draw(st.booleans()):
         lengths = [longest, *(draw(st.integers(1, longest)) for _ in range(size - 1))]
@@ -92,7 +92,7 @@ def test_an_input_is_reduced_as_torch_does(case: Drawn, channels: int, is_flat: 
 @settings(max_examples=EXAMPLES)
 @given(
     drawn(),
-    st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 4)]),
+    st.sampled_from([(1, 1), (2, 1), (3, 2), (2, 4)]),
     st.sampled_from([1, 8, 80, 192]),
     st.sampled_from([0, 1]),
     st.booleans(),
@@ -144,16 +144,19 @@ def test_nan_and_infinity_pass(value: float) -> None:
 
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
-    """Nine sequences at once, or by four and one."""
+    """Nine sequences at once, or by four and one; without the interpreter, of two ranges."""
     numbers = torch.Generator().manual_seed(1)
-    x = torch.randn(9, 2, 514, 8, generator=numbers).to(DEVICE, torch.bfloat16)
+    length = 130 if has_kernel and not HAS_MINUTES else 514
+    x = torch.randn(9, 2, length, 8, generator=numbers).to(DEVICE, torch.bfloat16)
     answers = []
     with mock.patch.object(reductions, "has_reduction_kernel", return_value=has_kernel):
         for size in (9, 4):
             joined: dict[str, torch.Tensor] = {}
             for first in range(0, 9, size):
                 rows = x[first : first + size]
-                batch = BatchView(shape=(len(rows), 514), lengths=(514,) * len(rows), first=first)
+                batch = BatchView(
+                    shape=(len(rows), length), lengths=(length,) * len(rows), first=first
+                )
                 seen = reductions.reduce_tokens(batch, rows, 2, 1)
                 inputs = rows.transpose(1, 2).flatten(2)
                 seen.tensors |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
+@pytest.fixture(name="kernels_do_nothing")
+def _kernels_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the launches of our kernels alone: their interpreter is slow."""
+    if not HAS_KERNELS:
+        pytest.skip("Triton is in the extra `test`")
+    kernels = import_module("fp8calib.calibration.kernels")
+    monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("kernels_do_nothing")
 @pytest.mark.parametrize("family", ["llama", *in_minutes(*OTHERS)])
 def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(family: str) -> None:
     """In llama a tensor takes one kernel, and all sites share those that update the statistics."""
@@ -50,7 +60,7 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(fami
         assert work.observation.launches == 4 * 6 + 4
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
+@pytest.mark.usefixtures("kernels_do_nothing")
 @pytest.mark.parametrize(
     ("family", "per_layer"), [("llama", 0), pytest.param("mixtral", 8, marks=takes_minutes)]
 )
@@ -138,12 +148,13 @@ def test_kernels_that_a_model_needs_are_tried_before_the_batches(
 @pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
 def test_a_run_with_kernels_writes_the_same_file(tmp_path: Path) -> None:
     """Padded batches, experts, and a histogram of the ninth sequence."""
-    zoo.save("mixtral", tmp_path / "model")
+    zoo.save("mixtral", tmp_path / "model", num_hidden_layers=1)
+    plan = rows_of(LENGTHS[:9])
     written = []
     for has_kernels in (True, False):
         with (
             gpu(has_kernels=has_kernels),
             opened(tmp_path / "model", device="cuda:0") as subject,
         ):
-            written.append(as_bytes(subject.calibrate(batch_size=4), tmp_path))
+            written.append(as_bytes(subject.calibrate(plan=plan, batch_size=5), tmp_path))
     assert written[0] == written[1]

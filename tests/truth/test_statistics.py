@@ -12,7 +12,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from tests import zoo
-from tests.doors import SEQ_LEN, Role, Site, make_plan, run_calibration
+from tests.doors import SEQ_LEN, Observe, Role, Site, make_plan, opened, run_calibration
 from tests.truth import brute_force
 from tests.zoo import draw
 
@@ -156,9 +156,10 @@ def test_a_padded_batch_gives_what_the_rows_give_alone(case: Case) -> None:
     """In the models of the zoo padding has a huge embedding (`architectures/test_forward.py`)."""
     if case.family in zoo.ZOO:
         return
-    rows = draw([7, 20, 13, 3, 20, 9, 20, 4, 11, 6], seed=9)
-    _, alone = run_calibration(case.folder, make_plan(rows, packed=False), batch_size=1)
-    _, padded = run_calibration(case.folder, make_plan(rows, packed=False), batch_size=3)
+    plan = make_plan(draw([7, 20, 13, 3, 20], seed=9), packed=False)
+    with opened(case.folder) as subject:
+        alone = subject.calibrate(plan=plan, batch_size=1, observe=Observe(weights=False))
+        padded = subject.calibrate(plan=plan, batch_size=3, observe=Observe(weights=False))
     assert alone.sites.keys() == padded.sites.keys()
     for site, expected in alone.sites.items():
         found = padded.sites[site]
