@@ -82,7 +82,7 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
         reports = {key: values.amend(each) for key, each in reports.items()}
         if stats is not None and folder is not None and not lacks_weights(path):
             differences = list(_compare_weights(stats, path))
-            reports = {key: each.suspect(*differences) for key, each in reports.items()}
+            reports = {key: each.add(suspicious=differences) for key, each in reports.items()}
     reports = doubt_configs(reports, model, geometry)
     if request.allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}

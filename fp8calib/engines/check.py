@@ -6,14 +6,15 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
@@ -35,7 +36,6 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.replay import names_base
-from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
 from fp8calib.engines.weights.stored import OpenedWeights
@@ -47,6 +47,9 @@ from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.model.plain_model import is_plain
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import NVFP4_CACHE
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.calibration.calibration_stats import CalibrationStats
 
 _SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
@@ -95,7 +98,8 @@ def check_folder(
         return opened[key]
 
     odd_scales = open_weights(folder).odd_scales
-    check = _Check(model or folder, geometry, tp, stats, odd_scales, reads_weights=reads_weights)
+    reaches = None if stats is None else measure_reaches(stats)
+    check = _Check(model or folder, geometry, tp, reaches, odd_scales, reads_weights)
     asks_for_kv = {"asks_for_kv": requires_kv or folder.asks_for_kv}
 
     def ask(engine: Engine) -> EngineReport:
@@ -122,9 +126,9 @@ def check_folder(
         # its names may be known to no class
         tensors = {name: each for held in seen.tensors.values() for name, each in held.items()}
         if not are_elsewhere(geometry, tensors):
-            return report.add_problems(seen.preferred)
+            return report.add(problems=[seen.preferred])
         why = f"{seen.preferred}, and it has other names than the model's class"
-        return report.doubt(f"{why}{engine.spell_run_hint(seen.config)}")
+        return report.add(unknown=[f"{why}{engine.spell_run_hint(seen.config)}"])
 
     return check.ask_all(engines, folder.config, ask)
 
@@ -147,7 +151,8 @@ def check_file(
     Raises:
         UsageError: an engine is unknown, or nothing of it is replayed.
     """
-    check = _Check(model, geometry, tp, stats, (), reads_weights=reads_weights)
+    reaches = None if stats is None else measure_reaches(stats)
+    check = _Check(model, geometry, tp, reaches, (), reads_weights)
 
     def ask(engine: Engine) -> EngineReport:
         why = engine.no_json or f"{engine.title} reads no JSON of scales"
@@ -165,34 +170,21 @@ def check_file(
     return check.ask_all(engines, model.config, ask)
 
 
+@dataclass(frozen=True)
 class _Check:
-    """What several engines are asked about one model.
+    """What several engines are asked about one model."""
 
-    Args:
-        model: its folder.
-        geometry: its shape.
-        tp: the number of ranks.
-        stats: of the model.
-        odd_scales: those of its FP8 weights that are not to be trusted.
-        reads_weights: estimate by the weights what K and V reach, where no statistics tell.
-    """
-
-    def __init__(
-        self,
-        model: ScaleFolder,
-        geometry: ModelGeometry,
-        tp: int,
-        stats: CalibrationStats | None,
-        odd_scales: Collection[str],
-        *,
-        reads_weights: bool,
-    ) -> None:
-        self._model = model
-        self._geometry = geometry
-        self._tp = tp
-        self._reaches = None if stats is None else measure_reaches(stats)
-        self._odd_scales = odd_scales
-        self._reads_weights = reads_weights
+    model: ScaleFolder
+    """The folder of the model."""
+    geometry: ModelGeometry
+    tp: int
+    """The number of ranks."""
+    reaches: Mapping[Slot, Reach] | None
+    """What K and V reach by statistics; None without any."""
+    odd_scales: Collection[str]
+    """Scales of its FP8 weights that are not to be trusted."""
+    reads_weights: bool
+    """Estimate by the weights what K and V reach, where no statistics tell."""
 
     def ask_all(
         self,
@@ -204,25 +196,29 @@ class _Check:
         reports = {}
         for engine in map(find_replayed, engines):
             if refusal := self._find_refusal(engine, config):
-                report = report_refusal(self._geometry, refusal)
+                report = report_refusal(self.geometry, refusal)
             else:
                 report = ask(engine)
-                report = report.add_problems(engine.note) if engine.note else report
+                report = report.add(problems=[engine.note]) if engine.note else report
             named = {"engine": engine.key.partition("==")[0], "version": engine.version}
             reports[engine.key] = report.model_copy(update=named)
         return reports
 
     def _find_refusal(self, engine: Engine, config: Mapping[str, object]) -> Refusal | None:
         """Say why an engine does not start, whatever its files hold; None if it may."""
-        if engine.splits_heads and self._misfit is not None:
-            return self._misfit
+        if engine.splits_heads:
+            try:
+                check_heads(self.geometry, self.tp)
+                check_linears(self.geometry, self.tp, of_stats=False)
+            except UsageError as error:
+                return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
         if "auto_map" in config:  # a config class of its own, which may know more
             return None
         if why := engine.explain_type(config.get("model_type")):
             return Refusal(why, fix=_NEWER_FIX)
         text = config.get("text_config")
         stored = {*config, *(text if isinstance(text, Mapping) else ())}
-        architecture = self._geometry.architecture
+        architecture = self.geometry.architecture
         read = engine.list_read_fields(architecture)
         names = ", ".join(each for each in read if each not in stored)
         if not names:
@@ -231,29 +227,20 @@ class _Check:
         fix = f"add {names} as in the config.json of the model's authors"
         return Refusal(f"config.json lacks {names}, {without}", fix=fix)
 
-    @cached_property
-    def _misfit(self) -> Refusal | None:
-        try:
-            check_heads(self._geometry, self._tp)
-            check_linears(self._geometry, self._tp, of_stats=False)
-        except UsageError as error:
-            return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
-        return None
-
     def judge(self, report: EngineReport, factor: float = 1.0) -> EngineReport:
         """Judge scales that are odd, which an engine multiplies by a factor before it uses them.
 
         Weights are read once, if an engine uses a scale.
         """
-        if self._reaches is not None:
-            return mark_odd_scales(report, factor, reaches=self._reaches)
+        if self.reaches is not None:
+            return mark_odd_scales(report, factor, reaches=self.reaches)
         if not any(each.status is Status.USED for each in report.verdicts):
             return report
-        if not self._reads_weights:
+        if not self.reads_weights:
             alone = suspect_odd_scales(report, factor, estimates={})
             # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
             # the Hub would have to be downloaded.
-            model = self._model
+            model = self.model
             is_on_hub = any(find_ranged_file(model.path / file) for file in model.tensors)
             if alone.suspicious == report.suspicious or is_on_hub:
                 return alone
@@ -261,7 +248,11 @@ class _Check:
 
     @cached_property
     def _estimates(self) -> Mapping[Slot, Reach]:
-        return estimate_reaches(self._model, self._geometry, self._odd_scales)
+        from fp8calib.engines.weight_estimates import (  # noqa: PLC0415 -- few checks read weights
+            estimate_reaches,
+        )
+
+        return estimate_reaches(self.model, self.geometry, self.odd_scales)
 
     def correct_fixes(
         self, engine: Engine, report: EngineReport, model: ScaleFolder
@@ -270,10 +261,10 @@ class _Check:
         wrong = {slot: one for slot, one in report.slots.items() if "kv-overlay" in one.fix}
         if not wrong:
             return report
-        replayed = replay_overlay(engine, self._geometry, self._tp, model)
+        replayed = replay_overlay(engine, self.geometry, self.tp, model)
         if any(layer.ok for layer in replayed.layers):
             return report
-        fix = _NO_OVERLAY_FIX.format(engine.title, shorten(self._geometry.model_type))
+        fix = _NO_OVERLAY_FIX.format(engine.title, shorten(self.geometry.model_type))
         return report.put(
             {slot: one.model_copy(update={"fix": fix}) for slot, one in wrong.items()}
         )
@@ -352,7 +343,7 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
             why = why or _find_other_class(model.config, geometry)
         if why:
             engines[key] = engines[key].give_names(report_unknown(geometry, f"{why}{hint}"))
-        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
+        engines[key] = engines[key].add(unknown=(f"{fault}{hint}" for fault in faults))
     return engines
 
 

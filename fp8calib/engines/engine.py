@@ -109,8 +109,8 @@ class Engine:
     """What to know of the rules: that another version was asked for, or what was not read."""
     is_default: bool = False
     """`check` asks it where no --engine is given."""
-    loads_like: str = ""
-    """The key of the engine whose loader this one runs; empty if it has its own."""
+    loader: str = ""
+    """The name by which facts and rules call its loading of weights; empty if they have none."""
     launch: Launch | None = None
     """None where no command of its own starts a server."""
     numerics: Numerics | None = None
@@ -237,8 +237,3 @@ class Engine:
     def release(self) -> str:
         """Its title and version."""
         return f"{self.title} {self.version}".strip()
-
-    @property
-    def loader(self) -> str:
-        """The key of the engine whose loading rules hold."""
-        return self.loads_like or self.key

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.replay.verdicts import (
     CUT,
     Finding,
@@ -19,8 +20,14 @@ from fp8calib.engines.replay.verdicts import (
     join_alike,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.blocks import QuantizedWeights, apply_rules, list_block_findings
-from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
+from fp8calib.engines.weights.blocks import apply_rules, list_block_findings
+from fp8calib.engines.weights.forms import (
+    INPUT_SCALE,
+    WEIGHTS,
+    Expected,
+    OtherScheme,
+    list_expected,
+)
 from fp8calib.engines.weights.linears import UNKNOWN, WEIGHT, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.stored import OpenedWeights, ScaleValues
@@ -70,14 +77,7 @@ def compare_linears(
         Refusal: the engine refuses the config, or that cannot be told.
     """
     reader = engine.make_reader and engine.make_reader(stored.folder, stored.geometry)
-    weights = QuantizedWeights(
-        dialect=stored.dialect,
-        config=stored.folder.config,
-        groups=groups,
-        schemes=stored.schemes,
-        is_mixed=stored.is_mixed,
-    )
-    found = list(apply_rules(engine.weight_rules, weights)) if stored.schemes else []
+    found = list(apply_rules(engine.weight_rules, stored, groups)) if stored.schemes else []
     if reader is None:
         return None, found
     found += named
@@ -90,7 +90,7 @@ def compare_linears(
     count = None
     if stored.schemes:
         found += list_block_findings(
-            *(engine.loader, weights, stored.geometry, tp),
+            *(engine.loader, stored, groups, tp),
             repeats_scales=engine.repeats_expert_scales,
         )
         unknown = sum(
@@ -113,7 +113,7 @@ def _compare_created(
     """List what differs from the form and the scheme of the config; alike findings are joined."""
     schemes = stored.schemes
     for group, _ in created:
-        has_fp8 = group.is_experts and any(each.module in schemes for each in group.members)
+        has_fp8 = group.kind == "experts" and any(each.module in schemes for each in group.members)
         if has_fp8 and any(each.is_plain for each in group.members):
             # vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method); SGLang
             # 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)
@@ -205,16 +205,16 @@ def _compare_quantized(
         why = f"has other input scales for gate and up ({expert})"
         yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
     # Two projections of an expert have one number: the one loaded last stays, the second's.
-    has_experts = group.is_experts
+    has_experts = group.kind == "experts"
     scaled = {each.module for each in group.members if has_experts and INPUT_SCALE in each.tensors}
-    is_cast = group.is_by_config or any(each.has_codes for each in group.members)
+    is_cast = group.state in BY_CONFIG or any(each.has_codes for each in group.members)
     for linear in group.members:
-        expected = reader.list_expected(group, linear, scheme)
+        expected = list_expected(group, linear, scheme, reader.dialect, reader.renamed)
         yield from _list_strays(linear, expected, "has no place by the config")
         if linear.is_plain and is_cast:
             why = "is not quantized, but the config quantizes it: it is cast without a scale"
             yield _misread(linear.module, why, _PLAIN_FIX)
-        is_created = group.is_by_config or not linear.tensors.keys().isdisjoint(expected)
+        is_created = group.state in BY_CONFIG or not linear.tensors.keys().isdisjoint(expected)
         if linear.is_plain or not is_created:
             continue
         twin = f"{linear.module.rpartition('.')[0]}.{_BOTH_WAYS.get(linear.projection)}"
@@ -253,8 +253,8 @@ def _compare_tensor(
         if suffix in each.tensors and f"{each.module}.{suffix}" not in values.bad
     ]
     if entry is None:
-        is_defaulted = group.is_experts and suffix not in WEIGHTS
-        if valid and not group.is_experts:
+        is_defaulted = group.kind == "experts" and suffix not in WEIGHTS
+        if valid and group.kind != "experts":
             what = f"is missing: the engine uses the largest of those of {', '.join(valid)}"
             yield Finding(status=Status.USED, subject=name, why=what)
         elif not has_twin:
@@ -288,7 +288,7 @@ def _compare_tensor(
 
 def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:
     """Find an expert whose gate and up have unequal input scales; empty if there is none."""
-    for linear in group.members if group.is_experts else ():
+    for linear in group.members if group.kind == "experts" else ():
         expert = linear.module.rpartition(".")[0]
         one = numbers.get(f"{linear.module}.{INPUT_SCALE}")
         other = numbers.get(f"{expert}.{_TWINS.get(linear.projection)}.{INPUT_SCALE}")

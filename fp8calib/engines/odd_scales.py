@@ -137,15 +137,14 @@ def suspect_odd_scales(
     found |= _list_odd(used, reaches)
     noted = {slot: text for slot, text in found.items() if used[slot] == UNCALIBRATED}
     suspected = {slot: text for slot, text in found.items() if slot not in noted}
-    report = report.suspect(*_summarize(suspected))
-    report = report.add_problems(*_summarize(noted))
+    suspicious, problems = [*_summarize(suspected)], [*_summarize(noted)]
     if used and set(used.values()) == {UNCALIBRATED}:
-        report = report.add_problems(_ALL_UNCALIBRATED)
+        problems.append(_ALL_UNCALIBRATED)
     if are_swapped(used, likely):
-        report = report.suspect(f"{SWAPPED}: they fit the weights of the other of the two")
+        suspicious.append(f"{SWAPPED}: they fit the weights of the other of the two")
     estimated = {role for _, role in reaches}
     unusual = (_find_unusual(used, role) for role in KV_ROLES if role not in estimated)
-    return report.suspect(*filter(None, unusual))
+    return report.add(suspicious=[*suspicious, *filter(None, unusual)], problems=problems)
 
 
 def _list_used(report: EngineReport, factor: float) -> dict[Slot, float]:

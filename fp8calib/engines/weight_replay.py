@@ -66,16 +66,18 @@ def amend_weights(
         if certain:
             report = report.model_copy(update={"weights": certain[0].judge()})
             others = dict.fromkeys(each.text for each in certain[1:])
-            report = report.add_problems(*(f"weights, too: {text}" for text in others))
+            report = report.add(problems=(f"weights, too: {text}" for text in others))
         elif doubts:
             hint = engine.spell_run_hint(stored.folder.config)
             texts = (f"{each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
-            report = report.doubt(*(f"weights: {text}" for text in texts))
+            report = report.add(unknown=(f"weights: {text}" for text in texts))
             report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
         report = report.model_copy(update={"linears": count})
         notes = [each.text for each in by_status[Status.USED]]
-    report = report.suspect(*(f"weights: {text}" for text in stored.suspicious))
-    return report.add_problems(*(f"weights: {why}" for why in notes))
+    return report.add(
+        suspicious=(f"weights: {text}" for text in stored.suspicious),
+        problems=(f"weights: {why}" for why in notes),
+    )
 
 
 def _find_if_loaded(doubts: Sequence[Finding], silent: Sequence[Finding]) -> LoadVerdict | None:
@@ -135,6 +137,6 @@ def _list_misplaced(groups: Sequence[LinearGroup], geometry: ModelGeometry) -> I
     """
     decoder = find_decoder(geometry)
     for group in groups:
-        is_outside = not group.is_head and find_layer_index(decoder, group.path) < 0
+        is_outside = group.kind != "head" and find_layer_index(decoder, group.path) < 0
         if is_outside and group.state == "refused" and all(each.is_plain for each in group.members):
             yield Finding.doubt(group.path, UNKNOWN["refused"], fix="")

@@ -52,13 +52,13 @@ class WeightValues:
     def amend(self, engine: EngineReport) -> EngineReport:
         """Add these findings to the report of an engine; every engine computes with the values."""
         if self.notes:
-            engine = engine.add_problems(_join(self.notes))
+            engine = engine.add(problems=[_join(self.notes)])
         if self.suspicious:
-            engine = engine.suspect(_join(self.suspicious))
+            engine = engine.add(suspicious=[_join(self.suspicious)])
         if not self.faults:
             return engine
         if engine.weights is not None:  # it tells another fault
-            return engine.add_problems(_join(self.faults))
+            return engine.add(problems=[_join(self.faults)])
         verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=NOT_FINITE_FIX)
         return engine.model_copy(update={"weights": verdict})
 

@@ -22,7 +22,7 @@ from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.loaded_scales import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
-from fp8calib.engines.vllm.names import WeightLoader, is_placeless
+from fp8calib.engines.vllm.names import PLACELESS, WeightLoader
 from tests.formats.handmade import make_attention, make_geometry
 
 PATH = "model.layers.0.self_attn"
@@ -55,7 +55,7 @@ def _make(family: str, method: KvMethod | None) -> tuple[WeightLoader, str]:
     stored = f"{path}.{row.get('projection', 'k_proj')}.weight"
     tensors = {stored: TensorEntry(dtype="BF16", shape=(8, 8), start=0, stop=128)}
     folder = ScaleFolder(path=Path(), config={}, tensors={"m": tensors}, scales={"m": {}})
-    has_places = kind == "heads" and method and not is_placeless(geometry, VLLM_RUN)
+    has_places = kind == "heads" and method and not VLLM_RUN.has(PLACELESS, geometry.model_type)
     places = {f"{path}.attn": 0} if has_places else {}
     return WeightLoader(LoadContext(folder, geometry, ["m"]), method, places, VLLM_RUN), path
 

@@ -20,7 +20,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.weights.blocks import QuantizedWeights, list_block_findings
+from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
@@ -135,11 +135,11 @@ def test_sglang_wants_the_last_part_of_autofp8_whole_too() -> None:
     sizes = (("q", 256), ("k", 128), ("v", 100))
     linears = {f"model.layers.0.self_attn.{name}_proj": (rows, 256) for name, rows in sizes}
     for dialect, engines in (("compressed-tensors", []), ("autofp8", ["sglang"])):
-        weights = describe(linears, "fp8-block", dialect=dialect)
+        stored, group = describe(linears, "fp8-block", dialect=dialect)
         found = [
             engine
             for engine in ("vllm", "sglang")
-            if list(list_block_findings(engine, weights, EMPTY, 1))
+            if list(list_block_findings(engine, stored, [group], 1))
         ]
         assert found == engines
 
@@ -151,12 +151,14 @@ def describe(
     dialect: str = "compressed-tensors",
     config: Mapping[str, object] = types.MappingProxyType({}),
     kind: str = "linear",
-) -> QuantizedWeights:
+) -> tuple[Any, LinearGroup]:
     """Describe linears that an engine joins, all in one scheme."""
     members = (StoredLinear(module=each, shape=linears[each], tensors={}) for each in linears)
     group = LinearGroup(path="joined", kind=kind, members=tuple(members), state="config")
     schemes = dict.fromkeys(linears, StoredScheme.of(find_scheme(scheme)))
-    return QuantizedWeights(dialect=dialect, config=config, groups=(group,), schemes=schemes)
+    folder = types.SimpleNamespace(config=config)
+    known = {"dialect": dialect, "folder": folder, "geometry": EMPTY, "schemes": schemes}
+    return types.SimpleNamespace(**known), group
 
 
 @pytest.mark.parametrize(
@@ -409,10 +411,10 @@ def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: boo
     """8 states of one group do not fill a block (granitemoehybrid, vLLM 0.32.0, run)."""
     linears = {"model.layers.0.mamba.in_proj": (2 * 512 + 2 * states + 8, 256)}
     config = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": states}
-    weights = describe(linears, "fp8-block", config=config)
+    stored, group = describe(linears, "fp8-block", config=config)
 
     for engine in ("vllm", "sglang"):
-        found = list(list_block_findings(engine, weights, EMPTY, 1))
+        found = list(list_block_findings(engine, stored, [group], 1))
         assert bool(found) is (is_refused and engine == "vllm")
 
 

@@ -43,6 +43,9 @@ UNTIED = "untied"
 OTHERS = (UNBUILT, READS, DRAFTER, UNTIED)
 """How facts begin that are not about linears."""
 
+BY_CONFIG = ("config", "joined")
+"""States of linears that the engine's class creates by the quantization config."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedLinear:
@@ -80,11 +83,6 @@ class CreatedLinear:
         parent = path.rpartition(".")[0]
         parts = [f"{parent}{each}" if each.startswith(".") else each for each in tail.split()]
         return cls(state=state, kind=kind, path=path, parts=tuple(parts or [path]))
-
-    @property
-    def is_by_config(self) -> bool:
-        """Whether the quantization config decides how it is created."""
-        return self.state in ("config", "joined")
 
 
 ClassMap = Mapping[str, tuple[CreatedLinear, ...]]

@@ -59,9 +59,10 @@ class Release:
         """Its name in messages."""
         return f"{self.engine} {self.name}"
 
-    def has(self, fact: str) -> bool:
-        """Tell whether a fact is true of this release."""
-        return bool(self.list_values(fact))
+    def has(self, fact: str, value: str | None = None) -> bool:
+        """Tell whether a fact is true of this release: at all, or of a value."""
+        values = self.list_values(fact)
+        return bool(values) if value is None else value in values
 
     def list_values(self, fact: str) -> tuple[str, ...]:
         """List the values of a fact that are true of this release."""

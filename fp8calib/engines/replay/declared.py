@@ -136,7 +136,7 @@ def amend_for_dtype(
         why, fix = e5m2, "calibrate for e4m3fn, or serve an e5m2 cache without scales"
     elif dtype.lower() == NVFP4_CACHE:
         if nvfp4:
-            return report.add_problems(nvfp4)
+            return report.add(problems=[nvfp4])
         why = "this engine has no such KV cache"
         fix = "export them for an FP8 cache, which takes the same numbers"
     text = f"the scales are for {dtype[:40]!a}: {why}"
@@ -156,10 +156,11 @@ def note_drafter(
     if geometry.model_type not in release.list_values(_READS) or not is_scaled:
         return report
     but = f"; only {', '.join(given_by)} gives it the scales" if given_by else ""
-    return report.add_problems(
-        f"a Gemma 4 drafter (MTP) reads this cache with scale 1.0, so that fewer of its tokens are "
+    note = (
+        "a Gemma 4 drafter (MTP) reads this cache with scale 1.0, so that fewer of its tokens are "
         f"accepted{but}"
     )
+    return report.add(problems=[note])
 
 
 def find_served_dtype(

@@ -194,21 +194,24 @@ class EngineReport(Frozen):
         """Return the same report with other verdicts on k and v."""
         return self.put({slot: change(verdict) for slot, verdict in self.slots.items()})
 
-    def add_problems(self, *problems: str) -> EngineReport:
-        """Return the same report with more problems."""
-        return self.model_copy(update={"problems": (*self.problems, *problems)})
-
-    def doubt(self, *reasons: str) -> EngineReport:
-        """Return the same report with more that cannot be judged."""
-        return self.model_copy(update={"unknown": (*self.unknown, *reasons)})
-
-    def suspect(self, *suspicions: str) -> EngineReport:
-        """Return the same report with more suspicious scales."""
-        return self.model_copy(update={"suspicious": (*self.suspicious, *suspicions)})
+    def add(
+        self,
+        *,
+        problems: Iterable[str] = (),
+        suspicious: Iterable[str] = (),
+        unknown: Iterable[str] = (),
+    ) -> EngineReport:
+        """Return the same report with more texts in these fields."""
+        update = {
+            "problems": (*self.problems, *problems),
+            "suspicious": (*self.suspicious, *suspicious),
+            "unknown": (*self.unknown, *unknown),
+        }
+        return self.model_copy(update=update)
 
     def allow_suspicious(self) -> EngineReport:
         """Return the same report with suspicious scales as problems, which do not affect `ok`."""
-        return self.add_problems(*self.suspicious).model_copy(update={"suspicious": ()})
+        return self.add(problems=self.suspicious).model_copy(update={"suspicious": ()})
 
 
 Reports = Mapping[str, EngineReport]
@@ -331,7 +334,8 @@ def report_alike(geometry: ModelGeometry, verdict: LoadVerdict) -> EngineReport:
 
 def report_unknown(geometry: ModelGeometry, why: str) -> EngineReport:
     """Report that nothing can be told without the engine."""
-    return report_alike(geometry, LoadVerdict(status=Status.UNKNOWN, why=why)).doubt(why)
+    report = report_alike(geometry, LoadVerdict(status=Status.UNKNOWN, why=why))
+    return report.add(unknown=[why])
 
 
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:

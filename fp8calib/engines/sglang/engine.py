@@ -22,6 +22,7 @@ _NAME_RULES = NameRules(
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="sglang",
+        loader="sglang",
         minor_parts=3,
         title="SGLang",
         version=release.version,
@@ -48,7 +49,6 @@ _OLDER = tuple(
     replace(
         _make_engine(release),
         key=f"sglang=={release.version}",
-        loads_like="sglang",
         numerics=read_numerics("sglang") if release.has(_KERNELS_READ) else None,
         no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
     )

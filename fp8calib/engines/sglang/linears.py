@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.replay import find_sglang_config
-from fp8calib.engines.weights.forms import OtherScheme
+from fp8calib.engines.weights.forms import OtherScheme, read_compressed_group
 from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.engines.weights.reader import (
     Found,
@@ -96,7 +97,7 @@ class SglangReader(LinearReader):
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which SGLang creates a group; its names are read, not run."""
         found = super().find_scheme(group)
-        if not group.is_by_config or group.kind != "linear":
+        if group.state not in BY_CONFIG or group.kind != "linear":
             return found
         is_quantized = not isinstance(found, Unquantized)
         own = group.path.rpartition(".")[2]
@@ -116,16 +117,16 @@ class SglangReader(LinearReader):
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
             self._require_mx(self.method, group, _MX_ERRORS.get(self.method, ""))
         is_compressed = self.method == "compressed-tensors"
-        if is_compressed and group.is_head and found.weights is Granularity.BLOCK:
+        if is_compressed and group.kind == "head" and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
 
     def _find_compressed(self, group: LinearGroup) -> Found:
-        is_head = group.is_head
+        is_head = group.kind == "head"
         if is_head and not self.release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
-        probe, is_expert = group, group.is_experts
+        probe, is_expert = group, group.kind == "experts"
         if is_expert:  # its names of projections, whatever the model's (`get_moe_scheme`)
             first = group.members[0]
             names = (f"{group.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
@@ -161,8 +162,10 @@ class SglangReader(LinearReader):
 
     def _read_own(self, target: str, *, is_expert: bool) -> StoredScheme:
         """Read a config group, for which older releases have fewer schemes."""
-        has_own = self.release.has(_GROUP_FORMATS)
-        scheme = self._read_target(target, _FORMATS, reads_own_format=has_own)
+        scheme = read_compressed_group(
+            *(self.targets[target], self.section.get("format"), _FORMATS),
+            reads_own_format=self.release.has(_GROUP_FORMATS),
+        )
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
         if scheme.inputs is not InputScaling.NONE:
@@ -215,7 +218,7 @@ class SglangReader(LinearReader):
 
     def _find_exclusion(self, group: LinearGroup) -> str | None:
         entry = self._find_entry(_matches_glob, group.path, self.excluded)
-        if group.is_experts:
+        if group.kind == "experts":
             return entry
         return group.path if self._skips(group) else entry
 

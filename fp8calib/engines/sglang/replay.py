@@ -30,7 +30,7 @@ _CLASS = "class"
 """Without a class SGLang runs transformers' code, whose attention has no parameters of its own
 (`models/transformers.py`)."""
 _PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
-_PLACELESS = "attention of this model type has no parameters for KV scales"
+PLACELESS = "attention of this model type has no parameters for KV scales"
 _MAPS_NAMES = "loader of this model type maps the names of KV scales (maybe_remap_kv_scale_name)"
 """Its attention gets a folder's `k_scale`."""
 _IS_STRICT = "loader of this model type raises an error for a name without a parameter"
@@ -133,11 +133,6 @@ def has_class(architecture: str, release: Release) -> bool:
     return not is_later or architecture in release.list_values(_CLASS)
 
 
-def has_place(model_type: str, release: Release) -> bool:
-    """Tell whether the attention of a model type has parameters for KV scales."""
-    return model_type not in release.list_values(_PLACELESS)
-
-
 _Fault = tuple[str, str]
 """Why attention layers have no parameters for KV scales, and what to do."""
 
@@ -150,10 +145,10 @@ def find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -
         why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
         why = f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
         fault = why, _NEWER_FIX
-    if fault is None and not has_place(geometry.model_type, release):
+    if fault is None and release.has(PLACELESS, geometry.model_type):
         owner = f"{release.title}'s attention of {geometry.model_type}"
         fault = f"{owner} has no parameters for KV scales, so it uses 1.0", _NEWER_FIX
-    if fault is not None and not has_place(geometry.model_type, SGLANG_RELEASES[-1]):
+    if fault is not None and SGLANG_RELEASES[-1].has(PLACELESS, geometry.model_type):
         return fault[0], _PLACELESS_FIX
     return fault
 
@@ -267,12 +262,12 @@ def _refuse_strays(
     context: LoadContext, places: Mapping[str, Slot], model_type: str, release: Release
 ) -> None:
     is_strict, indexes, fuses_first = (
-        model_type in release.list_values(fact) for fact in (_IS_STRICT, _INDEXES, _FUSES_FIRST)
+        release.has(fact, model_type) for fact in (_IS_STRICT, _INDEXES, _FUSES_FIRST)
     )
     for name, stored in context.scales.items():
         target = name_sglang_parameter(name, model_type, release)
         is_stray = target not in places
-        asserts = model_type == "qwen3_next" and has_place(model_type, release)
+        asserts = model_type == "qwen3_next" and not release.has(PLACELESS, model_type)
         if is_strict and is_stray and not _is_passed(stored, model_type, asserts=asserts):
             error = "AssertionError" if asserts else "KeyError"
             fault = f"has no such parameter ({error})"
@@ -284,8 +279,9 @@ def _refuse_strays(
             continue
         why = f"{stored}: SGLang's {model_type} {fault}"
         paths = (_inner_path(attention) for _, attention in context.geometry.attentions())
-        has = has_place(context.geometry.model_type, release)
-        raise Refusal(why, fix=_FIX.format(path=next(paths, "attn")) if has else _PLACELESS_FIX)
+        has_none = release.has(PLACELESS, context.geometry.model_type)
+        fix = _PLACELESS_FIX if has_none else _FIX.format(path=next(paths, "attn"))
+        raise Refusal(why, fix=fix)
 
 
 def _is_passed(stored: FoundScale, model_type: str, *, asserts: bool) -> bool:

@@ -132,7 +132,7 @@ class _Report:
                 verdict = LoadVerdict(status=status, why=fault, fix=_WEIGHT_FIX)
                 report = report.model_copy(update={"weights": verdict})
         if report.weights is None and (finer := next(self._list_finer(), None)):
-            report = report.doubt(finer)
+            report = report.add(unknown=[finer])
         # The last, because it decompresses the weights.
         is_quantized = bool(self._folder.config.get("quantization_config"))
         if is_quantized and (error := find_run_error(loaded.model)):

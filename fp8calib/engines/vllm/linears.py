@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
 from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
@@ -17,7 +18,7 @@ from fp8calib.engines.replay.declared import (
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import name_exclusion_list, name_method
-from fp8calib.engines.weights.forms import Expected, OtherScheme
+from fp8calib.engines.weights.forms import read_compressed_group
 from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
     ACCEPTED,
@@ -67,7 +68,8 @@ class VllmReader(LinearReader):
             section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(folder, section, geometry, release)
         self._exact = frozenset(self.excluded)
-        self._renames = geometry.model_type in release.list_values(_RENAMING)
+        if release.has(_RENAMING, geometry.model_type):
+            self.renamed = _RENAMED
         types = release.list_values(BFLOAT16_TYPES)
         is_half = find_served_dtype(geometry, bfloat16_types=types) == "float16"
         if self.algorithm == "MXFP8" and is_half:
@@ -96,7 +98,7 @@ class VllmReader(LinearReader):
         """
         super().require_judged(tensors)
         created = [each for name in HEADS for each in self.classes.get(name, ())]
-        if self.classes and not any(each.is_by_config for each in created):
+        if self.classes and not any(each.state in BY_CONFIG for each in created):
             return
         has_weights = any(each.dtype in WEIGHT_FORMATS for each in tensors.values())
         modules = (name.rpartition(".")[0] for name in tensors)
@@ -110,7 +112,7 @@ class VllmReader(LinearReader):
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
-        if self.method == "quark" and group.is_by_config:
+        if self.method == "quark" and group.state in BY_CONFIG:
             self._require_excluded(self._name_as_listed(group))
         found = super().find_scheme(group)
         if not isinstance(found, StoredScheme):
@@ -119,12 +121,12 @@ class VllmReader(LinearReader):
             # which experts the release loads: inc/schemes/, run in 0.32.0
             what = "MXFP8" if found.is_mx else "FP8 in blocks"
             is_read = f"experts of {what}" in self.release.list_values(ACCEPTED)
-            if group.is_experts and not is_read:
+            if group.kind == "experts" and not is_read:
                 why = f"{self.release.title} loads no experts in {what} of auto-round"
                 raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)
         elif found.is_mx:
             self._require_mx(self._mx_form, group, "ValueError")
-        elif group.is_head and found.weights is Granularity.BLOCK:
+        elif group.kind == "head" and found.weights is Granularity.BLOCK:
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
@@ -141,7 +143,7 @@ class VllmReader(LinearReader):
         vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
         """
         is_whole = isinstance(self.section.get("layer_type_quant_config"), dict)
-        if is_whole or group.is_head:
+        if is_whole or group.kind == "head":
             return
         entries = list_strings(self.section, "exclude")
 
@@ -149,29 +151,18 @@ class VllmReader(LinearReader):
             return self._find_entry(matches_target, path, entries) is not None
 
         is_left_out = is_excluded(group.path)
-        if group.is_experts:
+        if group.kind == "experts":
             is_left_out |= any(entry.startswith(f"{group.path}.") for entry in entries)
-        if not is_left_out and (group.is_experts or not covers_parts(group, is_excluded)):
+        if not is_left_out and (group.kind == "experts" or not covers_parts(group, is_excluded)):
             why = (
                 f"the Quark config excludes no {group.path}, as vLLM calls it (AttributeError: no "
                 "layer_type_quant_config)"
             )
             raise Refusal(why, fix="exclude it by this name, or export with Quark 0.13")
 
-    def list_expected(
-        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
-    ) -> Mapping[str, Expected]:
-        """List the tensors of a linear; some models' loaders take other names too."""
-        expected = super().list_expected(group, linear, scheme)
-        others = _RENAMED if self._renames else {}
-        return {
-            others[name] if others.get(name) in linear.tensors else name: each
-            for name, each in expected.items()
-        }
-
     def _covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Check whether a list covers a group, by its parts or, if it may, by the joined module."""
-        if group.is_experts or len(group.members) == 1:
+        if group.kind == "experts" or len(group.members) == 1:
             return covers_parts(group, matches)
         is_named = not self._exact.isdisjoint(self._spell(group.path))
         if self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED):
@@ -179,7 +170,7 @@ class VllmReader(LinearReader):
         return is_named or covers_parts(group, matches)
 
     def _find_compressed(self, group: LinearGroup) -> Found:
-        if group.is_experts:  # the projections of the first expert decide for the layer
+        if group.kind == "experts":  # the projections of the first expert decide for the layer
             first = f"{group.members[0].module.rpartition('.')[0]}."
             members = tuple(each for each in group.members if each.module.startswith(first))
             group = replace(group, members=members)
@@ -189,7 +180,7 @@ class VllmReader(LinearReader):
 
         if self._covers(group, lambda path: find_entry(path) is not None):
             return Unquantized.excluded_by(find_entry(group.members[0].module) or group.path)
-        if group.is_experts:
+        if group.kind == "experts":
             target = self._find_expert_target(group)
         else:
             ways = [self._find_part_target, self._find_class_target]
@@ -198,14 +189,16 @@ class VllmReader(LinearReader):
             target = self._find_path_target(group.path) or ways[0](group) or ways[1](group)
         if target is None:
             return Unquantized(why="no config group has it")
-        return self._read_target(target, CONFIG_FORMATS, reads_own_format=True)
+        return read_compressed_group(
+            self.targets[target], self.section.get("format"), CONFIG_FORMATS
+        )
 
     def _skips(self, group: LinearGroup) -> bool:
         return self._covers(group, lambda path: not self._exact.isdisjoint(self._spell(path)))
 
     def _find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
-        is_expert = group.is_experts
+        is_expert = group.kind == "experts"
         if not is_expert and self._skips(group):
             return group.path
 

@@ -22,7 +22,7 @@ from fp8calib.formats.fp8.quantization_config import ContradictionError
 from fp8calib.formats.fp8.registry import load_finder
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
-from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
+from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.model.module_paths import split_expert
 
 PLACELESS = "attention of this model type has no parameters for KV scales"
@@ -199,19 +199,19 @@ class WeightLoader:
             return True
         is_renamed = bool(_RENAMED.search(mapped))
         is_of_weight = mapped.endswith((".weight_scale", ".input_scale"))
-        if is_of_weight and not is_renamed and self._is_among(_IGNORES_COMPANIONS):
+        model_type = self._context.geometry.model_type
+        ignores_companions = self._release.has(_IGNORES_COMPANIONS, model_type)
+        if is_of_weight and not is_renamed and ignores_companions:
             return parent in self._stored
         if self._kind is LoaderKind.LENIENT:
             is_mapped = leaf in _IGNORED or (self._method is None and mapped.endswith(_UNMAPPED))
-            fuses = not _PROJECTION.search(mapped) or self._is_among(_FUSES_LENIENTLY)
+            fuses_it = self._release.has(_FUSES_LENIENTLY, model_type)
+            fuses = fuses_it or not _PROJECTION.search(mapped)
             has_root = mapped.partition(".")[0] in self._roots
             return is_mapped and has_root and not (is_renamed and fuses)
         if self._kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self._method is None:
             return False
         return parent in self._attends and leaf in _IGNORED
-
-    def _is_among(self, fact: str) -> bool:
-        return self._context.geometry.model_type in self._release.list_values(fact)
 
     def _fuses(self, name: str) -> bool:
         """Check whether the projection is renamed to qkv_proj before its scale is mapped."""
@@ -239,7 +239,7 @@ class WeightLoader:
         what = shorten(name) if stored is None else str(stored)
         is_inner = self._kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in self._attends
         fix = _INNER_FIX if is_inner else NAMES_FIX
-        if is_placeless(geometry, self._release) and not _is_companion(name):
+        if self._release.has(PLACELESS, geometry.model_type) and not _is_companion(name):
             owner = f"vLLM's attention of {geometry.model_type}"
             why, fix = f"{owner} has no parameters for scales (ValueError)", _PLACELESS_FIX
         elif self._method is None:
@@ -290,8 +290,3 @@ def _make_test(context: LoadContext) -> Callable[[str], bool]:
         return True
 
     return is_quantized
-
-
-def is_placeless(geometry: ModelGeometry, release: Release) -> bool:
-    """Check whether vLLM creates attention of a model type without parameters for scales."""
-    return geometry.model_type in release.list_values(PLACELESS)

@@ -37,11 +37,11 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.names import (
     NAMES_FIX,
+    PLACELESS,
     WRAPPERS,
     LoaderKind,
     WeightLoader,
     find_loader,
-    is_placeless,
 )
 from fp8calib.errors import shorten
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role
@@ -185,6 +185,7 @@ class _Replay:
         strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
         self._per_head = self._is_compressed and strategy == "attn_head"
         excluded = self._quantization.get("exclude")
+        self._expands = release.has(_EXPANDING, geometry.model_type)
         self._excluded = excluded if isinstance(excluded, list) else []
         """The list `exclude` of a Quark config."""
         self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
@@ -340,24 +341,21 @@ class _Replay:
 
         An expression in the list `exclude` of a Quark config can match some.
         """
-        has_none = is_placeless(self._geometry, self._release)
+        has_none = self._release.has(PLACELESS, self._geometry.model_type)
         if has_none or not self._has_places or self._method in (None, KvMethod.NONE):
             return {}
         targets = self._excluded if self._method is KvMethod.QUARK else []
         return {
             path: layer.index
             for layer, attention in self._geometry.attentions()
-            if attention.kind == "heads" or self._is_among(_EXPANDING)
+            if attention.kind == "heads" or self._expands
             for path in (f"{attention.checkpoint_module}.attn",)
             if not any(matches_target(target, path) for target in targets)
         }
 
-    def _is_among(self, fact: str) -> bool:
-        return self._geometry.model_type in self._release.list_values(fact)
-
     def _explain_bare(self, attention: Attention) -> tuple[str, str] | None:
         """Say why no scale of a layer is used, and what to do; None where scales are used."""
-        if attention.kind == "latent" and not self._is_among(_EXPANDING):
+        if attention.kind == "latent" and not self._expands:
             why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
             return why, "serve it without scales: latents are cached with 1.0"
         if self._method is None:
@@ -371,7 +369,7 @@ class _Replay:
             why = f"{owner}, which has no parameters for scales, so it uses 1.0"
             return why, "use vLLM 0.30 or later"
         turns_on = self._is_compressed and self._has_scheme
-        if self._is_among(_PLAIN_CACHES) and not turns_on:
+        if self._release.has(_PLAIN_CACHES, self._geometry.model_type) and not turns_on:
             why = (
                 f"vLLM's {self._geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"
             )
@@ -422,17 +420,19 @@ class _Replay:
         """Judge what the loader of Quark's checkpoints may not load: stacks, convolutions."""
         names = self._context.tensors
         stacks = (name for name in names if name.endswith("experts.gate_up_proj"))
-        if self._is_among(_NO_QUARK_STACKS) and (stack := next(stacks, None)) is not None:
+        loads_none = self._release.has(_NO_QUARK_STACKS, self._geometry.model_type)
+        if loads_none and (stack := next(stacks, None)) is not None:
             what = f"vLLM does not load {shorten(stack)} with this quant_method"
             why = f"{what}: it is uninitialised memory"
             verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
             report = report.model_copy(update={"weights": verdict})
         for path in (name.removesuffix(".weight") for name in names if "conv" in name):
             if not any(matches_target(target, path) for target in self._excluded):
-                return report.doubt(
+                why = (
                     f"the Quark config excludes no {shorten(path)}, a convolution, for which vLLM "
                     "has no scheme; `fp8calib vllm check` asks its loader"
                 )
+                return report.add(unknown=[why])
         return report
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
+from fp8calib.engines.replay.declared import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import WeightRule
+from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.errors import shorten
-from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.model.geometry import Linear, ModelGeometry
+from fp8calib.model.geometry import Linear
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.schemes import Granularity, find_nearest
@@ -39,38 +39,28 @@ _RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
 _EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedWeights:
-    """The linears of a checkpoint, as an engine joins them, and the schemes of those in FP8."""
-
-    dialect: str
-    """The name of its FP8 dialect."""
-    config: Mapping[str, object]
-    """The model's config.json."""
-    groups: Sequence[LinearGroup]
-    schemes: Mapping[str, StoredScheme]
-    """By the config, of linears that are stored in FP8, by path."""
-    is_mixed: bool = False
-    """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
-
-
-def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
+def apply_rules(
+    rules: Iterable[WeightRule], stored: OpenedWeights, groups: Sequence[LinearGroup]
+) -> Iterator[Finding]:
     """List what the rules of an engine's record say about FP8 weights."""
-    model_type = weights.config.get("model_type")
-    experts = {
-        each.module for group in weights.groups if group.is_experts for each in group.members
-    }
-    held = {each.module: each.tensors for group in weights.groups for each in group.members}
-    names = {each: find_nearest(each).name for each in set(weights.schemes.values())}
+    config = stored.folder.config
+    model_type = config.get("model_type")
+    experts = {each.module for group in groups if group.kind == "experts" for each in group.members}
+    held = {each.module: each.tensors for group in groups for each in group.members}
+    names = {each: find_nearest(each).name for each in set(stored.schemes.values())}
+    # ModelOpt's MIXED_PRECISION, for which engines have a separate method
+    sections = (config.get("quantization_config"), stored.folder.modelopt)
+    inner = [find_modelopt_section(each) for each in sections if isinstance(each, dict)]
+    is_mixed = any(each.get("quant_algo") == "MIXED_PRECISION" for each in inner)
     for rule in rules:
         if (
-            rule.dialect not in ("", weights.dialect)
+            rule.dialect not in ("", stored.dialect)
             or (rule.model_types and model_type not in rule.model_types)
             or model_type in rule.except_model_types
         ):
             continue
-        excepted = rule.not_mixed if weights.is_mixed else ()
-        for module, scheme in weights.schemes.items():
+        excepted = rule.not_mixed if is_mixed else ()
+        for module, scheme in stored.schemes.items():
             if (
                 (not rule.schemes or names[scheme] in rule.schemes)
                 and names[scheme] not in excepted
@@ -90,8 +80,8 @@ def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Itera
 
 def list_block_findings(
     engine: str,
-    weights: QuantizedWeights,
-    geometry: ModelGeometry,
+    stored: OpenedWeights,
+    groups: Sequence[LinearGroup],
     tp: int,
     *,
     repeats_scales: bool = False,
@@ -103,31 +93,31 @@ def list_block_findings(
     (validate_fp8_block_shape). `repeats_scales`: it repeats the scales of `autofp8` experts for
     smaller blocks.
     """
-    if weights.dialect not in _DIALECTS:
+    if stored.dialect not in _DIALECTS:
         return
-    schemes = weights.schemes.items()
+    schemes = stored.schemes.items()
     blocks = {path: each.block for path, each in schemes if each.weights is Granularity.BLOCK}
-    repeats = repeats_scales and weights.dialect == "autofp8"
+    repeats = repeats_scales and stored.dialect == "autofp8"
     experts = (
         _judge_expert(each, blocks[each.module], tp, repeats=repeats)
-        for group in weights.groups
+        for group in groups
         for each in group.members
-        if group.is_experts and each.module in blocks
+        if group.kind == "experts" and each.module in blocks
     )
     yield from islice(filter(None, experts), 1)
     known = {
         (linear.checkpoint_name or linear.module).removesuffix(".weight"): linear
-        for _, linear in geometry.linears()
+        for _, linear in stored.geometry.linears()
         if linear.section != "other" and not linear.num_experts
     }
     found = [
         (group, [known.get(each.module) for each in group.members], blocks[group.members[0].module])
-        for group in weights.groups
-        if not group.is_experts and all(each.module in blocks for each in group.members)
+        for group in groups
+        if group.kind != "experts" and all(each.module in blocks for each in group.members)
     ]
     split = [_judge_single(linears, block, tp) for _, linears, block in found if tp > 1]
     fused = (
-        _judge_fused(engine, weights, group, linears, block[0], tp)
+        _judge_fused(engine, stored, group, linears, block[0], tp)
         for group, linears, block in found
     )
     yield from islice(filter(None, split if any(split) else fused), 1)
@@ -155,7 +145,7 @@ def _judge_single(
 
 def _judge_fused(
     engine: str,
-    weights: QuantizedWeights,
+    stored: OpenedWeights,
     group: LinearGroup,
     linears: Sequence[Linear | None],
     length: int,
@@ -173,11 +163,11 @@ def _judge_fused(
             rows = (_count_rows(linear, place, tp) for place in range(len(linear.parts)))
             pieces += zip(map(linear.logical, linear.parts), rows, strict=True)
     if engine == "vllm" and len(group.members) == 1:
-        pieces = _split_mixer(weights.config, group.members[0]) or pieces
+        pieces = _split_mixer(stored.folder.config, group.members[0]) or pieces
     if len(pieces) < 2:
         return None
     fused = name_fused_group(pieces[0][0]).rpartition(".")[2]
-    is_autofp8 = weights.dialect == "autofp8"
+    is_autofp8 = stored.dialect == "autofp8"
     if engine == "sglang" and fused not in _SGLANG_FUSED:
         return None
     checks_last = tp > 1 or (engine == "sglang" and is_autofp8)

@@ -64,12 +64,16 @@ def list_expected(
     linear: StoredLinear,
     scheme: StoredScheme | OtherScheme,
     dialect: Fp8Dialect,
+    renamed: Mapping[str, str],
 ) -> Mapping[str, Expected]:
-    """List the tensors of a quantized linear, one of a group, by the last part of their names."""
+    """List the tensors of a quantized linear, one of a group, by the last part of their names.
+
+    `renamed` are other names that the model's loader takes too.
+    """
     if isinstance(scheme, OtherScheme):
         return scheme.list_expected(*linear.shape)
     # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
-    is_modelopt = dialect.has_variants and not group.is_experts and not scheme.is_mx
+    is_modelopt = dialect.has_variants and group.kind != "experts" and not scheme.is_mx
     shapes = _NUMBER
     if scheme.weights is Granularity.CHANNEL:
         shapes = ((linear.shape[0],) if is_modelopt else (linear.shape[0], 1),)
@@ -84,7 +88,10 @@ def list_expected(
     }
     if scheme.inputs is InputScaling.STATIC:
         expected[dialect.input_scale_name] = Expected(shapes=_NUMBER, is_shared=True)
-    return expected
+    return {
+        renamed[name] if renamed.get(name) in linear.tensors else name: each
+        for name, each in expected.items()
+    }
 
 
 _Word = Annotated[str, StringConstraints(to_lower=True)]
@@ -148,15 +155,25 @@ _FP4_INPUTS = (_FP4, f"dynamic {_FP4}")
 
 
 def read_compressed_group(
-    group: Mapping[str, object], form: object, formats: Collection[str]
+    group: Mapping[str, object],
+    form: object,
+    formats: Collection[str],
+    *,
+    reads_own_format: bool = True,
 ) -> StoredScheme | OtherScheme:
-    """Read the scheme of a group of `config_groups`, of a format.
+    """Read the scheme of a group of `config_groups`.
 
-    `formats` are those for which the engine has schemes of FP8 weights.
+    Args:
+        group: it.
+        form: the format of the config.
+        formats: those for which the engine has schemes of FP8 weights.
+        reads_own_format: whether a format of the group's own comes first.
 
     Raises:
         Unjudged: the group is of no form that is known.
     """
+    if reads_own_format and group.get("format") is not None:
+        form = group["format"]
     try:
         read = _Group.model_validate(group)
     except ValidationError as error:

@@ -90,21 +90,6 @@ class LinearGroup:
     listed: str = ""
     """What the lists of a config call it; empty for the path."""
 
-    @property
-    def is_experts(self) -> bool:
-        """Whether it is the experts of a layer."""
-        return self.kind == "experts"
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is the output layer."""
-        return self.kind == "head"
-
-    @property
-    def is_by_config(self) -> bool:
-        """Whether the engine's class creates it by the quantization config."""
-        return self.state in ("config", "joined")
-
 
 def list_groups(
     tensors: Mapping[str, TensorEntry], geometry: ModelGeometry, classes: ClassMap

@@ -13,9 +13,10 @@ Both engines check the config of auto-round before they read a weight: vLLM 0.32
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import TEXT_KEYS
@@ -24,12 +25,7 @@ from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.weights.forms import (
-    Expected,
-    OtherScheme,
-    list_expected,
-    read_compressed_group,
-)
+from fp8calib.engines.weights.forms import OtherScheme
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
@@ -94,6 +90,8 @@ class LinearReader(ABC):
 
     engine: str
     """`vllm` or `sglang`."""
+    renamed: Mapping[str, str] = MappingProxyType({})
+    """Names of scales, and others that the model's loader takes too."""
 
     def __init__(
         self, folder: ScaleFolder, section: ConfigSection, geometry: ModelGeometry, release: Release
@@ -116,13 +114,13 @@ class LinearReader(ABC):
             for target in list_strings(group, "targets")
         }
         own = next((each for each in FP8_DIALECTS.values() if each.has_method(self.method)), None)
-        self._dialect = own or COMPRESSED_TENSORS
+        self.dialect = own or COMPRESSED_TENSORS
         self._find_stored: FindScheme | None = None
         with suppress(ModelError):  # a config that the methods with rules here may still read
             dialect, self._find_stored = load_finder(folder.path, folder.config)
-            self._dialect = own or dialect
-        if self._dialect is AUTO_ROUND and is_mx(self.section):
-            self._dialect = AUTO_ROUND_MX
+            self.dialect = own or dialect
+        if self.dialect is AUTO_ROUND and is_mx(self.section):
+            self.dialect = AUTO_ROUND_MX
 
     @abstractmethod
     def _list_excluded(self) -> list[str]:
@@ -147,7 +145,7 @@ class LinearReader(ABC):
 
     def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Check whether the release quantizes a group of mixed precision by `algorithm`."""
-        what = "expert" if group.is_experts else "linear"
+        what = "expert" if group.kind == "experts" else "linear"
         return algorithm in self.release.list_values(f"mixed precision {what}")
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
@@ -161,12 +159,6 @@ class LinearReader(ABC):
         """
         if tensors and self.method not in ("", *_KNOWN) and not self.method.startswith("modelopt"):
             self._require_finder()
-
-    def list_expected(
-        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
-    ) -> Mapping[str, Expected]:
-        """List the tensors that a linear quantized by this scheme has to have."""
-        return list_expected(group, linear, scheme, self._dialect)
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which the engine creates a group.
@@ -187,7 +179,7 @@ class LinearReader(ABC):
 
         def rename(linear: StoredLinear) -> StoredLinear:
             name = path if len(group.members) == 1 else f"{parent}.{linear.projection}"
-            if group.is_experts:
+            if group.kind == "experts":
                 name = f"{path}{linear.module.removeprefix(group.path)}"
             return replace(linear, module=name)
 
@@ -207,9 +199,9 @@ class LinearReader(ABC):
 
     def _find_fp8(self, group: LinearGroup) -> Found:
         """Find a group's scheme by the rules of the `fp8` method, which has one for all linears."""
-        if group.is_head:
+        if group.kind == "head":
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
-        if group.is_experts:
+        if group.kind == "experts":
             entry = self._find_entry(self._skips_experts, group.path, self.excluded)
         else:
             entry = group.path if self._skips(group) else None
@@ -250,7 +242,7 @@ class LinearReader(ABC):
         listed = self.section.get("quantized_layers")
         layers = listed if isinstance(listed, dict) else {}
         names = [group.path, *(each.module for each in group.members)]
-        if group.is_experts:
+        if group.kind == "experts":
             starts = (f"{group.path}.", group.path.removesuffix("experts"))
             names = [name for start in starts for name in layers if name.startswith(start)][:1]
         found = {
@@ -330,7 +322,7 @@ class LinearReader(ABC):
                     "nor the class Linear"
                 )
                 raise Unjudged(why, fix=_TARGET_FIX)
-        return "Linear" if not group.is_head and "Linear" in self.targets else None
+        return "Linear" if group.kind != "head" and "Linear" in self.targets else None
 
     def _find_expert_target(self, probe: LinearGroup) -> str | None:
         """Find the target of a layer's experts: that of the first expert's projections."""
@@ -346,15 +338,6 @@ class LinearReader(ABC):
                 fix=_PART_FIX,
             )
         return targets[0]
-
-    def _read_target(
-        self, target: str, formats: Collection[str], *, reads_own_format: bool
-    ) -> StoredScheme | OtherScheme:
-        """Read the config group of a target; with `reads_own_format` its own format comes first."""
-        group = self.targets[target]
-        own = group.get("format") if reads_own_format else None
-        form = self.section.get("format") if own is None else own
-        return read_compressed_group(group, form, formats)
 
     def _require_mx(self, form: str, group: LinearGroup, error: str) -> None:
         """Require that the release loads MXFP8 of a dialect in a group; else it raises `error`."""

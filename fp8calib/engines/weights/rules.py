@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from pydantic import TypeAdapter
 
@@ -47,16 +45,16 @@ class WeightRule:
     """The rule holds for releases without this fact; empty if it holds for all."""
 
 
+_WEIGHT_RULES = TypeAdapter(dict[str, list[WeightRule]]).validate_json(
+    (FOLDER / "weight_rules.json").read_bytes()
+)
+"""By engine: those of all its releases."""
+
+
 def read_weight_rules(release: Release, engine: str) -> tuple[WeightRule, ...]:
     """Read the rules that hold for a release of an engine."""
-    rules = _read_rules()[engine]
+    rules = _WEIGHT_RULES[engine]
     return tuple(rule for rule in rules if not (rule.lacking and release.has(rule.lacking)))
-
-
-@cache
-def _read_rules() -> Mapping[str, Sequence[WeightRule]]:
-    written = (FOLDER / "weight_rules.json").read_bytes()
-    return TypeAdapter(dict[str, list[WeightRule]]).validate_json(written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from fp8calib.engines.odd_scales import (
     map_measured,
     suspect_weight_scales,
 )
-from fp8calib.engines.replay.declared import find_modelopt_section
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
@@ -148,13 +147,6 @@ class OpenedWeights:
         names = (name for name in self.tensors if parse_name(name) is None)
         has_scales = any("scale" in name or "zero_point" in name for name in names)
         return not has_scales and {each.dtype for each in self.tensors.values()} <= {*PLAIN_DTYPES}
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
-        sections = (self.folder.config.get("quantization_config"), self.folder.modelopt)
-        found = [find_modelopt_section(each) for each in sections if isinstance(each, dict)]
-        return any(each.get("quant_algo") == "MIXED_PRECISION" for each in found)
 
     def _find_schemes(self, stored: Sequence[str], stats: CalibrationStats | None) -> None:
         """Find the schemes of FP8 weights by the config, and scales that do not fit them."""

@@ -102,8 +102,11 @@ def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> Engine
         "asks_for_kv": report.asks_for_kv or has_fp8,
         "fingerprint": fingerprint_scales(dict(_list_read(answers))),
     }
-    amended = report.model_copy(update=update).suspect(*unused, *_list_foreign(answers, report))
-    return amended.doubt(*_list_absent(answers)).add_problems(*_list_notes(answers, report))
+    return report.model_copy(update=update).add(
+        suspicious=[*unused, *_list_foreign(answers, report)],
+        unknown=_list_absent(answers),
+        problems=_list_notes(answers, report),
+    )
 
 
 def _list_read(answers: Sequence[RankAnswer]) -> Iterator[tuple[Place, Sequence[float]]]:

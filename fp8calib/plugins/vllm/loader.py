@@ -189,31 +189,36 @@ def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
 def amend_by_loader(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
     """Replace what the replay says by what the loader did."""
     if answer.stage == _LOST:
-        return report.doubt(f"vLLM's loader {answer.error}. The report is that of the replay")
+        return report.add(
+            unknown=[f"vLLM's loader {answer.error}. The report is that of the replay"]
+        )
     if _CODE_OF_ITS_OWN in answer.error:
         why = "vLLM runs the Python code of the checkpoint only with --trust-remote-code"
-        return report.doubt(f"{why}. The report is that of the replay")
+        return report.add(unknown=[f"{why}. The report is that of the replay"])
     if answer.error and answer.is_of_the_build:
         why = answer.describe_stop(" for CPU")
-        return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
+        return report.add(
+            unknown=[f"{why}. Another build may load it: the report is that of the replay"]
+        )
     if answer.error:
         return _report_error(report, answer)
     amended = report.model_copy(update={"unknown": (), "if_loaded": None})
     silent = _find_silent_fault(answer, doubts=report.unknown) or report.if_loaded
     if report.weights is not None and report.weights.status is Status.REFUSED:
-        amended = amended.model_copy(update={"weights": silent}).add_problems(
+        defect = (
             f"the replay expected a refusal ({report.weights.why}), but vLLM {answer.version} "
             "loads it: a defect of the replay"
         )
+        amended = amended.model_copy(update={"weights": silent}).add(problems=[defect])
         if silent is None:
-            amended = amended.doubt("what its weights and their scales hold is not judged")
+            amended = amended.add(unknown=["what its weights and their scales hold is not judged"])
     elif report.weights is None and silent is not None:
         amended = amended.model_copy(update={"weights": silent})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
     files = cut_list(answer.files, _MOST_FILES) or "no safetensors file"
-    return amended.model_copy(update={"layers": layers}).add_problems(
-        f"vLLM {answer.version} loaded it, from {files}",
-        *_list_differences(report.layers, layers),
+    loaded = f"vLLM {answer.version} loaded it, from {files}"
+    return amended.model_copy(update={"layers": layers}).add(
+        problems=[loaded, *_list_differences(report.layers, layers)]
     )
 
 
@@ -244,7 +249,7 @@ def _report_error(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
     defect = "the replay expected vLLM to load it: a defect of the replay"
     notes = () if was_refused or report.unknown else (defect,)
     refused = report.give_names(EngineReport(layers=report.layers, weights=verdict))
-    return refused.change(lambda _: verdict).add_problems(*notes)
+    return refused.change(lambda _: verdict).add(problems=notes)
 
 
 def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:
