@@ -150,7 +150,7 @@ class CalibrationJob:
             UsageError: a pattern names no linear, or divides what engines load as one weight.
         """
         from fp8calib.quantization.plan import select_linears
-        from fp8calib.quantization.sources.decoded import check_unquantized
+        from fp8calib.quantization.select import check_unquantized
 
         fp8_dtype = self.recipe.scales.fp8_dtype
         if fp8_dtype != E4M3FN.name:

@@ -16,6 +16,7 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
 from fp8calib.model.drafters import find_drafter_class
+from fp8calib.numerics.schemes import name_mixed
 from fp8calib.quantization.calibrated_scales import plan_checkpoint
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.settings import PlanSettings
@@ -48,7 +49,8 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
         return unchecked
     able = [engine for engine, report in reports.items() if not report.load_fault]
     names = ", ".join(reports)
-    what = f"{plan.settings.name} of this model in this format"
+    scheme = name_mixed(plan.settings.scheme.name, is_mixed=bool(plan.settings.by_pattern))
+    what = f"{scheme} of this model in this format"
     if not able:
         listed = "; ".join(f"{engine}: {report.load_fault}" for engine, report in reports.items())
         raise ExportError(

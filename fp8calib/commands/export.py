@@ -246,7 +246,7 @@ def _relate(
     from fp8calib.formats.quantized_model import find_quantized
     from fp8calib.quantization.attachment import adopt_names, relate_to_quantized
     from fp8calib.quantization.calibrated_scales import check_stats_model
-    from fp8calib.quantization.sources.decoded import check_unquantized
+    from fp8calib.quantization.select import check_unquantized
     from fp8calib.quantization.sources.int4 import is_int4_source
 
     plain = given, Attachment(replaces_scales=request.replace_scales), None

@@ -23,6 +23,7 @@ from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.geometry import Frozen
+from fp8calib.numerics.rules import PLAIN_RULES
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line
@@ -211,7 +212,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.check_planned import require_servable
         from fp8calib.commands.model_folder import saved_model
-        from fp8calib.commands.stats import read_stats
         from fp8calib.model.device import choose_device
         from fp8calib.quantization.calibrated_scales import plan_checkpoint
         from fp8calib.quantization.settings import make_settings
@@ -224,13 +224,20 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         drafters=request.drafters,
         measures_inputs=request.stats is not None,
     )
-    stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
-    if stats is not None and not recipe.observe.kv:
-        stats = stats.without_kv()
+    stats, inputs = None, list[Path]()
+    if request.stats is not None:
+        from fp8calib.commands.stats import read_stats
+
+        stats, inputs = read_stats(request.stats)
+        if recipe and not recipe.observe.kv:
+            stats = stats.without_kv()
+    rules = recipe.scales.choice if recipe else PLAIN_RULES
+    asked = recipe and recipe.quantize
+    plain_caches = asked.kv_cache_dtype_skip_layers if asked else ()
     with saved_model(request.model, out, request.tokenizer) as model:
         folder = find_folder(model, request.revision)
         with Checkpoint.open(folder) as checkpoint:
-            plan, notes = plan_checkpoint(checkpoint, settings, stats, recipe.scales.choice)
+            plan, notes = plan_checkpoint(checkpoint, settings, stats, rules)
             if not request.allow_unservable and (note := require_servable(plan, folder)):
                 reporter.warn(note)
             started = time.monotonic()
@@ -248,7 +255,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                     force=request.force,
                     inputs=inputs,
                 )
-            plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
             result = finish_quantized(
                 *(request, checkpoint, plan, written),
                 folder=out,
@@ -261,16 +267,16 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     return result
 
 
-def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
-    """Give a request what it leaves to the recipe that it names, and the recipe or an empty one.
+def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe | None]:
+    """Give a request what it leaves to the recipe that it names, and the recipe if it names one.
 
     Raises:
         RecipeError: the recipe is invalid, or has no section `quantize`.
     """
-    from fp8calib.commands.recipe import Recipe, load_recipe
-
     if not request.names_recipe:
-        return request, Recipe(name="")
+        return request, None
+    from fp8calib.commands.recipe import load_recipe
+
     recipe = load_recipe(request.scheme)
     asked = recipe.quantize
     if asked is None:
@@ -335,7 +341,7 @@ def finish_quantized(
         stats: the statistics of K and V.
         plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
     """
-    from fp8calib.checkpoint.model_config import find_dtype
+    from fp8calib.checkpoint.model_config import CONFIG_NAME, find_dtype
     from fp8calib.checkpoint.output import list_files
     from fp8calib.commands.check_written import finish_checkpoint
     from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
@@ -349,10 +355,11 @@ def finish_quantized(
         check=request.check,
         plain_caches=plain_caches,
     )
+    config = plan.json_files[CONFIG_NAME]
     size = (
         kv_bytes_per_token(stats.geometry)
         if stats is not None and plan.has_kv
-        else estimate_kv_bytes(plan.config, find_dtype(plan.config))
+        else estimate_kv_bytes(config, find_dtype(config))
     )
     return QuantizeResult(
         out=(target or folder) / path,

@@ -38,9 +38,8 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.select import Selection
+from fp8calib.quantization.select import Selection, check_unquantized
 from fp8calib.quantization.settings import PlanSettings
-from fp8calib.quantization.sources.decoded import check_unquantized
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""

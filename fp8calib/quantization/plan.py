@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,7 +36,9 @@ from fp8calib.quantization.shard_layout import (
     ShardLayout,
     lay_out,
 )
-from fp8calib.quantization.sources.decoded import DecodedCheckpoint
+
+if TYPE_CHECKING:  # most sources are not quantized
+    from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"
@@ -96,11 +98,6 @@ class CheckpointPlan:
         shards = (shard.name for shard in self.shards)
         return frozenset({CARD_NAME, *self.json_files, *shards, *sides})
 
-    def list_matrices(self) -> list[Matrix]:
-        """List the weights that are quantized."""
-        tensors = (tensor for shard in self.shards for tensor in shard.tensors)
-        return [each.content.matrix for each in tensors if isinstance(each.content, Codes)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan(CheckpointPlan):
@@ -110,11 +107,6 @@ class QuantizePlan(CheckpointPlan):
     selection: Selection
     has_kv: bool
     """Whether there are scales of K and V."""
-
-    @property
-    def config(self) -> Mapping[str, object]:
-        """The config.json to write."""
-        return self.json_files[CONFIG_NAME]
 
 
 def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
@@ -167,13 +159,14 @@ def make_plan(
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
     calibrated = () if measures_inputs else (scales.inputs, scales.kv)
+    has_powers_of_two = any(each.has_power_of_two_scales for each in settings.schemes)
     fields = [
         _VERSION,
         settings.scheme.name,
         settings.dialect.name,
         sorted(settings.ignore),
         *(["drafters"] if settings.drafters else []),
-        *(["power-of-two"] if settings.has_power_of_two_scales else []),
+        *(["power-of-two"] if has_powers_of_two else []),
         *([settings.layer_schemes] if settings.by_pattern else []),
         *([[name, float(value)] for name, value in sorted(part.items())] for part in calibrated),
         scales.origin and scales.origin.to_fields(),

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import FLOATS, TensorEntry
+from fp8calib.checkpoint.header import FLOATS, INTEGERS, PACKED_BITS, TensorEntry
+from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
+from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.model.drafters import count_layers, is_drafted, number_layer
 from fp8calib.model.expert_layouts import (
     UNSERVED_STACKS,
@@ -38,6 +40,8 @@ _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 )
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
+_PLAIN = ("BF16", "F16", "F32")
+"""The dtypes of weights that are not quantized."""
 _STACK_AXES = 3
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
@@ -89,6 +93,33 @@ class Selection:
         if self.refusal is not None:
             raise self.refusal
         return self
+
+
+def check_unquantized(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is already quantized."""
+    what = next(_list_signs(checkpoint), "")
+    if not what:
+        return
+    hint = "name the unquantized model it was made from"
+    if any(entry.dtype not in _PLAIN for entry in checkpoint.tensors.values()):
+        hint += (
+            f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
+            "writes; of int4 weights, export reads symmetric ones of compressed-tensors with one "
+            "scale per tensor"
+        )
+    raise ModelError(f"{checkpoint.folder}: the model is already quantized: {what}", hint=hint)
+
+
+def _list_signs(checkpoint: Checkpoint) -> Iterator[str]:
+    """List what shows that a checkpoint is quantized."""
+    for key, section in find_quantization_configs(checkpoint.load_config()):
+        yield f"{CONFIG_NAME} has a {key} of {section.get('quant_method', 'unknown')!a:.40}"
+    for name, entry in checkpoint.tensors.items():
+        is_integer_weight = entry.dtype in INTEGERS and name.endswith(SUFFIX)
+        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS or is_integer_weight:
+            yield f"{name} is stored in {entry.dtype}"
+        elif is_companion(name):
+            yield f"{name} is a scale"
 
 
 def find_selection(
@@ -302,8 +333,9 @@ def _refuse_linears(
             f"{model_type} keeps its weights [in, out] (Conv1D), as in {quantized[0].tensor} "
             f"{list(quantized[0].shape)}; engines cannot load these in FP8"
         )
-    hint = _hint_at_cache(checkpoint)
-    return ModelError(f"{checkpoint.folder}: {why}", hint=hint) if why else None
+    if not why:
+        return None
+    return ModelError(f"{checkpoint.folder}: {why}", hint=_hint_at_cache(checkpoint))
 
 
 def _hint_at_cache(checkpoint: Checkpoint) -> str:

@@ -17,7 +17,6 @@ from fp8calib.numerics.schemes import (
     Scheme,
     find_scheme,
     list_without_calibration,
-    name_mixed,
 )
 from fp8calib.quantization.ignored import find_pattern, match_patterns, span_layers
 from fp8calib.quantization.select import Selection
@@ -53,24 +52,9 @@ class PlanSettings:
         return tuple(dict.fromkeys((self.scheme, *self.by_pattern.values())))
 
     @property
-    def has_static_inputs(self) -> bool:
-        """Tell whether some scales of inputs come from calibration."""
-        return any(scheme.has_static_inputs for scheme in self.schemes)
-
-    @property
-    def has_power_of_two_scales(self) -> bool:
-        """Tell whether some scales of weights are rounded up to powers of two."""
-        return any(scheme.has_power_of_two_scales for scheme in self.schemes)
-
-    @property
     def layer_schemes(self) -> dict[str, str]:
         """Name the scheme of each pattern."""
         return {pattern: scheme.name for pattern, scheme in self.by_pattern.items()}
-
-    @property
-    def name(self) -> str:
-        """Name the schemes together."""
-        return name_mixed(self.scheme.name, is_mixed=bool(self.by_pattern))
 
 
 def make_settings(
@@ -110,7 +94,7 @@ def make_settings(
         ignore=tuple(ignore or ()),
         drafters=drafters,
     )
-    if settings.has_static_inputs and not measures_inputs:
+    if not measures_inputs and any(each.has_static_inputs for each in settings.schemes):
         option, instead = f"--scheme {scheme}", "use another --layer-scheme"
         if default.has_static_inputs:
             instead = f"use --scheme {join_or(list_without_calibration())}"

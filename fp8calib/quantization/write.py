@@ -88,7 +88,9 @@ def write_checkpoint(
     threads = ThreadPoolExecutor(min(count_processors(), _MAX_THREADS))
     with folder as staging, one_thread(), threads as pool:
         reader = WeightReader(checkpoint, pool, device=device)
-        scales = WeightScales(plan.list_matrices(), reader)
+        contents = (tensor.content for shard in plan.shards for tensor in shard.tensors)
+        quantized = [each.matrix for each in contents if isinstance(each, Codes)]
+        scales = WeightScales(quantized, reader)
         progress = json.loads((staging / PROGRESS_NAME).read_bytes())
         all_zero: dict[str, list[dict[str, Any]]] = progress.setdefault("dead", {})
         finished = [

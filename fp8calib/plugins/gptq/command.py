@@ -38,7 +38,7 @@ from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
 from fp8calib.model.prepared import UnfilledModelError
-from fp8calib.numerics.rules import ScaleRules
+from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration, round_block_scales
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
@@ -60,9 +60,8 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.select import Selection
+from fp8calib.quantization.select import Selection, check_unquantized
 from fp8calib.quantization.settings import PlanSettings, make_settings
-from fp8calib.quantization.sources.decoded import check_unquantized
 from fp8calib.quantization.write import find_finished, write_checkpoint
 from fp8calib.text import Block, Line
 
@@ -101,7 +100,8 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
     scheme = round_block_scales(settings.scheme)
     settings = replace(settings, scheme=scheme, by_pattern=by_pattern)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
-    plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
+    asked = recipe and recipe.quantize
+    plain_caches = asked.kv_cache_dtype_skip_layers if asked else ()
     out, rounded = Path(request.out), list[RoundedLinear]()
     with (
         saved_model(request.model, out, request.tokenizer) as name,
@@ -118,7 +118,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
 
         def plan(measured: CalibrationStats | None) -> QuantizePlan:
             return _plan_checkpoint(
-                *(job, settings, selection, recipe.scales.choice),
+                *(job, settings, selection, recipe.scales.choice if recipe else PLAIN_RULES),
                 given=stats,
                 measured=measured,
                 static=static,
@@ -196,7 +196,7 @@ def _make_job(
             part of it.
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
-    weights = settings.has_static_inputs
+    weights = any(each.has_static_inputs for each in settings.schemes)
     observe = Observe(kv=False, query=False, inputs=True, weights=weights)
     recipe = apply_request(Recipe(name="gptq", observe=observe, formats=()), request)
     recipe, rows = resolve_text(recipe, request.data)

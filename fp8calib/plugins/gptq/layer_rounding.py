@@ -119,7 +119,7 @@ class GptqJob:
         settings = self._settings
         return {
             "scheme": settings.scheme.name,
-            "power_of_two": settings.has_power_of_two_scales,
+            "power_of_two": any(each.has_power_of_two_scales for each in settings.schemes),
             **({"layer_schemes": settings.layer_schemes} if settings.by_pattern else {}),
             "ignore": sorted(settings.ignore),
             "damping": DAMPING,

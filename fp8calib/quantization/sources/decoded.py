@@ -6,7 +6,6 @@ its values; the RFC's export rounds int4 weights to FP8. Weights are decoded one
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterator
 from functools import partial
 from math import prod
@@ -16,11 +15,9 @@ from types import MappingProxyType
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import FLOATS, INTEGERS, ITEM_SIZE_BYTES, PACKED_BITS, TensorEntry
+from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.model_config import (
-    CONFIG_NAME,
     find_dtype,
-    find_quantization_configs,
     without_quantization,
 )
 from fp8calib.errors import ModelError, shorten
@@ -205,27 +202,3 @@ def _open_fp8(checkpoint: Checkpoint, parts: Collection[str]) -> Fp8Checkpoint |
     rest = Checkpoint(checkpoint.folder, files=checkpoint.files, index=checkpoint.index)
     rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
     return Fp8Checkpoint(rest)
-
-
-def check_unquantized(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is already quantized."""
-    for key, section in find_quantization_configs(checkpoint.load_config()):
-        method = section.get("quant_method", "unknown")
-        raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {method!a:.40}")
-    for name, entry in checkpoint.tensors.items():
-        is_integer_weight = entry.dtype in INTEGERS and name.endswith(".weight")
-        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS or is_integer_weight:
-            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
-        if is_companion(name):
-            raise _quantized(checkpoint, f"{name} is a scale")
-
-
-def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
-    hint = "name the unquantized model it was made from"
-    if any(entry.dtype not in _DTYPES.values() for entry in checkpoint.tensors.values()):
-        hint += (
-            f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
-            "writes; of int4 weights, export reads symmetric ones of compressed-tensors with one "
-            "scale per tensor"
-        )
-    return ModelError(f"{checkpoint.folder}: the model is already quantized: {what}", hint=hint)
