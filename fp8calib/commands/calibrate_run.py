@@ -51,6 +51,7 @@ from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.recipe import (
+    Quantize,
     Recipe,
     apply_request,
     check_query,
@@ -222,9 +223,9 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
     """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
     if not dry_run and not looks_finished(job, job.folder):
         check_output(job.folder, job.owned, job.force, inputs=[job.model.source.folder])
-    checkpoint, settings = job.model.checkpoint, job.quantization
+    checkpoint = job.model.checkpoint
     check_replaced(job.recipe.formats, job.folder, checkpoint.stored)
-    if job.recipe.quantize is None or settings is None:
+    if job.recipe.quantize is None:
         return
     folder = job.folder / job.recipe.quantize.folder
     if folder.is_dir():
@@ -232,7 +233,7 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
         known |= plan_overlay(checkpoint.stored).names
         refuse_unknown_entries(folder, {path.name for path in folder.iterdir()} - known)
     try:
-        job.select_matrices(settings)
+        job.select_matrices(job.recipe.quantize.make_settings())
     except (ModelError, ExportError) as error:
         hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
         what = f"{folder.name} cannot be written: {error.message}"
@@ -268,12 +269,13 @@ def _write_outputs(
     )
     warnings, failure = [], ""
     checkpoint = None
-    try:
-        checkpoint = _quantize(job, request, stats, folder)
-    except (ModelError, ExportError) as error:  # statistics and scales of a long run are kept
-        why = "; ".join(filter(None, (error.message, error.hint)))
-        failure = f"{recipe.quantize and recipe.quantize.folder} is not written: {why}"
-        warnings = [failure]
+    if recipe.quantize is not None:
+        try:
+            checkpoint = _quantize(job, recipe.quantize, request, stats, folder)
+        except (ModelError, ExportError) as error:  # statistics and scales of a long run are kept
+            why = "; ".join(filter(None, (error.message, error.hint)))
+            failure = f"{recipe.quantize.folder} is not written: {why}"
+            warnings = [failure]
     if checkpoint is not None:
         name = checkpoint.out.name
         warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *checkpoint.describe_dead())]
@@ -301,12 +303,13 @@ def _write_outputs(
 
 
 def _quantize(
-    job: CalibrationJob, request: CalibrateRequest, stats: CalibrationStats, folder: Path
-) -> QuantizeResult | None:
-    """Write the recipe's checkpoint, if it has one, under `folder`, with its card."""
-    asked, settings, checkpoint = job.recipe.quantize, job.quantization, job.model.checkpoint
-    if asked is None or settings is None:
-        return None
+    job: CalibrationJob,
+    asked: Quantize,
+    request: CalibrateRequest,
+    stats: CalibrationStats,
+    folder: Path,
+) -> QuantizeResult:
+    """Write the recipe's checkpoint under `folder`, with its card."""
     from fp8calib.commands.quantize import finish_quantized
     from fp8calib.quantization.calibrated_scales import (
         find_scales,
@@ -318,6 +321,7 @@ def _quantize(
     from fp8calib.quantization.write import write_checkpoint
 
     started = time.monotonic()
+    settings, checkpoint = asked.make_settings(), job.model.checkpoint
     selection = job.select_matrices(settings)
     unmeasured = list_unmeasured(stats, *split_static(settings, selection))
     if unmeasured:

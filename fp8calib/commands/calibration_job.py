@@ -131,16 +131,6 @@ class CalibrationJob:
         checkpoint = [self.recipe.quantize.folder] if self.recipe.quantize else []
         return formats.union((STATS_NAME, REPORT_NAME), checkpoint)
 
-    @property
-    def quantization(self) -> PlanSettings | None:
-        """How the recipe's FP8 checkpoint is written; None without one."""
-        asked = self.recipe.quantize
-        if asked is None:
-            return None
-        from fp8calib.quantization.settings import make_settings
-
-        return make_settings(asked.scheme, asked.layer_schemes, asked.ignore)
-
     def select_matrices(self, settings: PlanSettings) -> Selection:
         """Choose the linears to quantize.
 

@@ -12,7 +12,7 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
-from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.replay.verdicts import EngineReport, Reports
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
 from fp8calib.model.drafters import find_drafter_class
@@ -104,14 +104,13 @@ def replay_plan(
         if drafter := find_drafter_class(opened.config):
             return {}, _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
-        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
-        reports = check_folder(opened, geometry, engines, 1)
+        reports: Reports = {}
+        fault = find_first_fault(geometry, tensors, has_linears=False)
+        if not fault:
+            reports = check_folder(opened, geometry, engines, 1)
     if not all(report.load_fault for report in reports.values()):
-        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
-    return reports, ""
-
-
-def _refuse_fault(source: Path, fault: str) -> None:
+        fault = find_first_fault(geometry, tensors, has_linears=True)
     if fault:
         hint = f"download the model again, or {_CONFIG_HINT}; {_FORCE_HINT}"
         raise ModelError(f"{source}: {fault}", hint=hint)
+    return reports, ""

@@ -387,15 +387,11 @@ def finish_quantized(
 
 def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe the checkpoint and what engines do with it."""
-    yield from map(Line, _describe(result))
-
-
-def _describe(result: QuantizeResult) -> Iterator[str]:
     others: Counter[str] = Counter()
     for each in result.layer_schemes:
         others[each.scheme] += each.linears
     schemes = ", ".join([result.scheme, *(f"{number} {name}" for name, number in others.items())])
-    yield (
+    yield Line(
         f"{len(result.quantized)} linears quantized ({schemes}, {result.format}), weights "
         f"{result.bytes.describe()}, {result.duration_s:.1f} s"
     )
@@ -406,15 +402,15 @@ def _describe(result: QuantizeResult) -> Iterator[str]:
     if len(ignored) > _SHOWN:  # as a plan's recipe has them: one for each linear
         reasons[_BY_PATTERN.strip()] = [n for reason in ignored for n in reasons.pop(reason)]
     for reason, names in reasons.items():
-        yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
+        yield Line(f"  not quantized ({reason}): {cut_list(names, _SHOWN)}")
     if (sizes := result.kv_bytes_per_token) is not None:
         scales = "its own scales" if result.has_kv_scales else "scale 1.0"
-        yield (
+        yield Line(
             f"KV cache: {sizes.before:,} bytes per token in 16 bits, {sizes.after:,} in FP8, which "
             f"uses {scales}"
         )
-    yield f"written to {result.out}: {list_checkpoint(result.files)}"
-    yield from describe_checks(result.checked)
+    yield Line(f"written to {result.out}: {list_checkpoint(result.files)}")
+    yield from map(Line, describe_checks(result.checked))
 
 
 quantize = as_function("quantize", QuantizeRequest, run)

@@ -44,6 +44,7 @@ from fp8calib.numerics.schemes import SCHEMES, name_mixed
 
 if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.quantization.settings import PlanSettings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -135,6 +136,12 @@ class Quantize(Frozen):
     def folder(self) -> str:
         """Name the folder that the checkpoint is written to."""
         return name_mixed(self.scheme, is_mixed=bool(self.layer_schemes))
+
+    def make_settings(self) -> PlanSettings:
+        """Find the schemes by their names."""
+        from fp8calib.quantization.settings import make_settings  # most recipes quantize nothing
+
+        return make_settings(self.scheme, self.layer_schemes, self.ignore)
 
 
 def _require_format(name: str) -> str:

@@ -12,7 +12,7 @@ Of a model in 16 bits, with or without a KV overlay, only names and parameters a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.classes import UNTIED, find_class_map, read_class_facts
@@ -37,7 +37,6 @@ from fp8calib.engines.weights.linears import (
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
 from fp8calib.engines.weights.rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights, find_wrong_values
-from fp8calib.model.geometry import ModelGeometry
 
 
 def amend_weights(
@@ -110,7 +109,16 @@ def _list_findings(
             facts = read_class_facts(engine.loader).get(engine.version, {})
             is_own = UNTIED in facts.get(geometry.architecture, ())
             found += judge_head(rules, classes, stored, is_own=is_own)
-            found += join_alike(list(_list_misplaced(groups, geometry)))
+            # Newer releases of transformers write other names for some vision towers.
+            decoder = find_decoder(geometry)
+            misplaced = [
+                Finding.doubt(group.path, UNKNOWN["refused"], fix="")
+                for group in groups
+                if (group.state == "refused" and group.kind != "head")
+                and find_layer_index(decoder, group.path) < 0
+                and all(each.is_plain for each in group.members)
+            ]
+            found += join_alike(misplaced)
         if not stored.is_plain:
             from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code
                 compare_linears,
@@ -128,15 +136,3 @@ def _list_findings(
     if why := lacks_drafter(stored):
         found.append(Finding(status=Status.USED, why=why))
     return count, found
-
-
-def _list_misplaced(groups: Sequence[LinearGroup], geometry: ModelGeometry) -> Iterator[Finding]:
-    """List weights of 16 bits outside the layers under names that the engine's class stops at.
-
-    Newer releases of transformers write other names for some vision towers.
-    """
-    decoder = find_decoder(geometry)
-    for group in groups:
-        is_outside = group.kind != "head" and find_layer_index(decoder, group.path) < 0
-        if is_outside and group.state == "refused" and all(each.is_plain for each in group.members):
-            yield Finding.doubt(group.path, UNKNOWN["refused"], fix="")

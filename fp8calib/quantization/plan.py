@@ -25,7 +25,7 @@ from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import name_fused_path, split_expert
-from fp8calib.numerics.schemes import MX_BLOCK, Scheme
+from fp8calib.numerics.schemes import MX_BLOCK, Granularity, Scheme, count_parts
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection, find_selection
@@ -291,10 +291,11 @@ def _quantized_tensors(
     matrix: Matrix, settings: PlanSettings, scales: CalibratedScales
 ) -> Iterable[OutputTensor]:
     dialect, scheme = settings.dialect, settings.scheme_of(matrix.module)
+    parts = count_parts(matrix.shape, scheme)
     scale = OutputTensor(
         name=f"{matrix.module}.{dialect.name_scale(scheme.weights)}",
         dtype="U8" if scheme.is_mx else "F32",
-        shape=dialect.shape_scale(matrix.shape, scheme),
+        shape=parts if scheme.weights is Granularity.BLOCK else (*parts, *dialect.scalar_shape),
     )
     codes = Codes(matrix, scheme, scale)
     yield OutputTensor(name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=codes)

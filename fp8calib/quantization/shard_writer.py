@@ -110,7 +110,7 @@ class ShardWriter:
         if isinstance(content, Codes):
             return self._start_codes(tensor, content)
         if isinstance(content, torch.Tensor):
-            self._put_scale(tensor, content)
+            self._put(self._shard.starts[tensor.name], encode_scale(tensor, content))
         chunks: Iterable[range] = ()
         write = partial(self._copy_bytes, tensor)
         if isinstance(content, Matrix):
@@ -170,7 +170,8 @@ class ShardWriter:
             scale, all_zero = whole or self._scales.of_parts(matrix, scheme, found)
             self._all_zero += filter(None, [all_zero])
             stored = scale if rounded is None else rounded.read_scales(matrix)
-            self._put_scale(content.scale, stored)
+            start = self._shard.starts[content.scale.name]
+            self._put(start, encode_scale(content.scale, stored))
 
         submit = self._reader.pool.submit
         return [submit(quantize, rows) for rows in split_rows(matrix, step)], finish
@@ -179,9 +180,6 @@ class ShardWriter:
         row_bytes = tensor.size_bytes // tensor.shape[0]
         start = self._shard.starts[tensor.name] + rows.start * row_bytes
         self._put(start, values.contiguous().view(torch.uint8).cpu().numpy().data)
-
-    def _put_scale(self, tensor: OutputTensor, scale: torch.Tensor) -> None:
-        self._put(self._shard.starts[tensor.name], encode_scale(tensor, scale))
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:
         """Write all bytes at an offset of the file."""

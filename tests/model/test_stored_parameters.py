@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.quantization.sources.decoded import check_unquantized
+from fp8calib.quantization.select import check_unquantized
 from tests import zoo
 from tests.architectures import families
 from tests.doors import as_bytes, opened

@@ -14,8 +14,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.quantization.select import Selection, find_selection
-from fp8calib.quantization.sources.decoded import check_unquantized
+from fp8calib.quantization.select import Selection, check_unquantized, find_selection
 from tests.quantization.by_hand import LAYER, Tensors, make_tensors, random, save
 
 MATRIX = random(32, 48, seed=0)

@@ -36,7 +36,10 @@ class LoadContext:
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, files: Sequence[str]) -> None:
         self.folder = folder
         self.geometry = geometry
-        self.files = tuple(files)
+        self.tensors: dict[str, TensorEntry] = {}
+        """All tensors in the files that the engine opens, by name."""
+        for file in files:
+            self.tensors |= folder.tensors.get(file, {})
         self.problems: list[str] = []
         self.scales: dict[str, FoundScale] = {}
         self.loaded: dict[Slot, FoundScale] = {}
@@ -70,12 +73,6 @@ class LoadContext:
         self._elsewhere = match_to_layers(
             geometry, (stored for file in folder.scales.values() for stored in file.values())
         )
-
-    @property
-    def tensors(self) -> dict[str, TensorEntry]:
-        """All tensors in the files that the engine opens, by name."""
-        stored = (self.folder.tensors.get(file, {}) for file in self.files)
-        return {name: entry for tensors in stored for name, entry in tensors.items()}
 
     def report(self, layers: Iterable[LayerVerdict]) -> EngineReport:
         """Report the verdicts, and each problem once."""

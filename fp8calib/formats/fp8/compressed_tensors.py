@@ -145,7 +145,9 @@ def _make_quantizer(strategy: str, *, dynamic: bool = False, **sizes: object) ->
 
 def _make_group(targets: list[str], scheme: Scheme) -> Config:
     mx_sizes = {"group_size": MX_BLOCK[1], "scale_dtype": "torch.uint8"}
+    form = "naive-quantized" if scheme.inputs is InputScaling.NONE else "float-quantized"
     if scheme.is_mx:
+        form = MX_FORMAT
         weights = _make_quantizer("group", dynamic=False, **mx_sizes)
     elif scheme.weights is Granularity.BLOCK:
         weights = _make_quantizer("block", block_structure=list(scheme.block))
@@ -164,14 +166,8 @@ def _make_group(targets: list[str], scheme: Scheme) -> Config:
         "weights": weights,
         "input_activations": inputs,
         "output_activations": None,
-        "format": _name_format(scheme),
+        "format": form,
     }
-
-
-def _name_format(scheme: Scheme) -> str:
-    if scheme.is_mx:
-        return MX_FORMAT
-    return "naive-quantized" if scheme.inputs is InputScaling.NONE else "float-quantized"
 
 
 def _make_config(job: ConfigJob) -> Config:
@@ -185,7 +181,7 @@ def _make_config(job: ConfigJob) -> Config:
             groups.append(_make_group(make_targets(modules, others), scheme))
     config: Config = {
         "quant_method": "compressed-tensors",
-        "format": _name_format(job.scheme),
+        "format": groups[0]["format"],
         "quantization_status": "compressed",
         "ignore": _list_excluded(job),
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},

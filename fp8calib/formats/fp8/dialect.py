@@ -15,7 +15,7 @@ from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.model.drafters import DRAFTER_MODULES, name_in_vllm
 from fp8calib.model.geometry import Role
-from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme, count_parts
+from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme
 
 if TYPE_CHECKING:
     from fp8calib.model.geometry import Attention
@@ -153,8 +153,3 @@ class Fp8Dialect:
     def gives_name(self, name: str, granularity: Granularity) -> bool:
         """Tell whether it gives a scale this name; a stacked parameter `X` has `X_scale`."""
         return name.endswith(self.name_scale(granularity).removeprefix("weight"))
-
-    def shape_scale(self, shape: tuple[int, int], scheme: Scheme) -> Shape:
-        """Give the shape of the scale of a weight [out, in]."""
-        parts = count_parts(shape, scheme)
-        return parts if scheme.weights is Granularity.BLOCK else (*parts, *self.scalar_shape)

@@ -18,7 +18,6 @@ from fp8calib.errors import VerificationError
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import IN_16_BITS, Plan, Unit, choice_of
 from fp8calib.plugins.plan.inputs import OpenedPlan
-from fp8calib.quantization.settings import make_settings
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -89,8 +88,7 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     if planned.quantize is None:
         return
     used = stats if planned.has_kv else stats.without_kv()
-    asked, folder = planned.quantize, opened.model.source.folder
-    settings = make_settings(asked.scheme, asked.layer_schemes, asked.ignore)
+    settings, folder = planned.quantize.make_settings(), opened.model.source.folder
     _, reports, unchecked = replay_settings(folder, settings, used, opened.engines)
     for engine, report in reports.items():
         if why := report.fault:

@@ -124,7 +124,8 @@ def _find_what_needs_inputs(job: CalibrationJob) -> str:
     for name in job.recipe.formats:
         if find_dialect(name).has_linears:
             return f"format {name}"
-    schemes = () if job.quantization is None else job.quantization.schemes
+    asked = job.recipe.quantize
+    schemes = () if asked is None else asked.make_settings().schemes
     return next((f"scheme {each.name}" for each in schemes if each.has_static_inputs), "")
 
 
