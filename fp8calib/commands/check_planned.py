@@ -17,8 +17,7 @@ from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
 from fp8calib.model.drafters import find_drafter_class
 from fp8calib.numerics.schemes import name_mixed
-from fp8calib.quantization.calibrated_scales import plan_checkpoint
-from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.plan import QuantizePlan, plan_checkpoint
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import write_outline
 

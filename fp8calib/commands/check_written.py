@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.commands.card import write_card
@@ -17,9 +17,11 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
 from fp8calib.errors import ExportError, Fp8CalibError, format_ranges
-from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.geometry import ModelGeometry
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.formats.quantized_model import QuantizedModel
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""

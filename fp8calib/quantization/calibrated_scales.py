@@ -32,39 +32,13 @@ from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
-    NO_SCALES,
     CalibratedScales,
-    QuantizePlan,
-    make_plan,
-    select_linears,
 )
-from fp8calib.quantization.select import Selection, check_unquantized
+from fp8calib.quantization.select import Selection
 from fp8calib.quantization.settings import PlanSettings
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""
-
-
-def plan_checkpoint(
-    checkpoint: Checkpoint,
-    settings: PlanSettings,
-    stats: CalibrationStats | None,
-    rules: ScaleRules = PLAIN_RULES,
-) -> tuple[QuantizePlan, tuple[str, ...]]:
-    """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
-
-    Raises:
-        ModelError: the model is quantized already, its layout is not known, or the statistics are
-            of another one.
-        ExportError: the statistics have no data for a site.
-    """
-    check_unquantized(checkpoint)
-    selection = select_linears(checkpoint, settings)
-    scales = NO_SCALES
-    if stats is not None:
-        check_stats_model(stats, checkpoint)
-        scales = find_scales(stats, checkpoint, settings, selection, rules)
-    return make_plan(checkpoint, settings, selection, scales=scales), scales.notes
 
 
 def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
