@@ -1,4 +1,4 @@
-"""What engines will do with a checkpoint that is planned, asked before its weights are written."""
+"""Plan a checkpoint, and ask what engines will do with it, before its weights are written."""
 
 from __future__ import annotations
 
@@ -16,14 +16,43 @@ from fp8calib.engines.replay.verdicts import EngineReport, Reports
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
 from fp8calib.model.drafters import find_drafter_class
+from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import name_mixed
-from fp8calib.quantization.plan import QuantizePlan, plan_checkpoint
+from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, make_plan, select_linears
+from fp8calib.quantization.select import check_unquantized
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import write_outline
 
 _CONFIG_HINT = "use the config.json that its weights were saved with"
 _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
 _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
+
+
+def plan_checkpoint(
+    checkpoint: Checkpoint,
+    settings: PlanSettings,
+    stats: CalibrationStats | None,
+    rules: ScaleRules = PLAIN_RULES,
+) -> tuple[QuantizePlan, tuple[str, ...]]:
+    """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
+
+    Raises:
+        ModelError: the model is quantized already, its layout is not known, or the statistics are
+            of another one.
+        ExportError: the statistics have no data for a site.
+    """
+    check_unquantized(checkpoint)
+    selection = select_linears(checkpoint, settings)
+    scales = NO_SCALES
+    if stats is not None:
+        from fp8calib.quantization.calibrated_scales import (  # few have some
+            check_stats_model,
+            find_scales,
+        )
+
+        check_stats_model(stats, checkpoint)
+        scales = find_scales(stats, checkpoint, settings, selection, rules)
+    return make_plan(checkpoint, settings, selection, scales=scales), scales.notes
 
 
 def require_servable(plan: QuantizePlan, source: Path) -> str:

@@ -210,10 +210,9 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.check_planned import require_servable
+        from fp8calib.commands.check_planned import plan_checkpoint, require_servable
         from fp8calib.commands.model_folder import saved_model
         from fp8calib.model.device import choose_device
-        from fp8calib.quantization.plan import plan_checkpoint
         from fp8calib.quantization.settings import make_settings
         from fp8calib.quantization.write import find_finished, write_checkpoint
     out = Path(request.out)

@@ -25,11 +25,10 @@ from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import name_fused_path, split_expert
-from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, Scheme, count_parts
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.select import Selection, check_unquantized, find_selection
+from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings, check_layer_schemes
 from fp8calib.quantization.shard_layout import (
     Codes,
@@ -39,7 +38,6 @@ from fp8calib.quantization.shard_layout import (
 )
 
 if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _ROUNDING_KEY = "fp8calib.rounding"
@@ -141,33 +139,6 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
             hint=f"add {spell_options(dict.fromkeys(names))}, or use another --scheme",
         )
     return selection
-
-
-def plan_checkpoint(
-    checkpoint: Checkpoint,
-    settings: PlanSettings,
-    stats: CalibrationStats | None,
-    rules: ScaleRules = PLAIN_RULES,
-) -> tuple[QuantizePlan, tuple[str, ...]]:
-    """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
-
-    Raises:
-        ModelError: the model is quantized already, its layout is not known, or the statistics are
-            of another one.
-        ExportError: the statistics have no data for a site.
-    """
-    check_unquantized(checkpoint)
-    selection = select_linears(checkpoint, settings)
-    scales = NO_SCALES
-    if stats is not None:
-        from fp8calib.quantization.calibrated_scales import (  # noqa: PLC0415 -- few have some
-            check_stats_model,
-            find_scales,
-        )
-
-        check_stats_model(stats, checkpoint)
-        scales = find_scales(stats, checkpoint, settings, selection, rules)
-    return make_plan(checkpoint, settings, selection, scales=scales), scales.notes
 
 
 def make_plan(
