@@ -1,4 +1,8 @@
-"""Settings of all tests."""
+"""Settings of all tests.
+
+They import torch and the package where a test runs: the process that only hands out tests has no
+use for them.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import settings
-
-from tests.doors import ask_once
 
 settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
 settings.load_profile("untimed")
@@ -39,6 +40,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Run on one thread: with several, models this small take seven times as long."""
+    import torch  # noqa: PLC0415
+
     torch.set_num_threads(1)
 
 
@@ -77,5 +80,7 @@ def _quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_answer_of_transformers() -> Iterator[None]:
+    from tests.doors import ask_once  # noqa: PLC0415
+
     with ask_once():
         yield

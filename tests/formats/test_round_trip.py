@@ -129,8 +129,8 @@ def _expect(table: ScaleTable, name: str, fmt: Fp8Format, tp: int) -> dict[Site,
     return {site: [number * factor for number in numbers] for site, numbers in kept.items()}
 
 
-def _round_trip(table: ScaleTable, name: str) -> ScaleTable:
-    with tempfile.TemporaryDirectory() as folder:
+def _round_trip(table: ScaleTable, name: str, tmp_path: Path) -> ScaleTable:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         stats, model_type = make_stats(table.geometry, {}), table.geometry.model_type
         source = save_source(stats, Path(folder) / "source", model_type=model_type)
         target = Path(folder) / "out" / FILES.get(name, "")
@@ -144,18 +144,23 @@ def _round_trip(table: ScaleTable, name: str) -> ScaleTable:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), table=tables(), fmt=st.sampled_from([E4M3FN, E4M3FNUZ]))
 def test_every_dialect_reads_back_what_it_can_hold(
-    data: st.DataObject, table: ScaleTable, fmt: Fp8Format, name: str
+    data: st.DataObject,
+    table: ScaleTable,
+    fmt: Fp8Format,
+    name: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
+    place = tmp_path_factory.getbasetemp()
     tp = data.draw(st.sampled_from([1, 2, 4, 8])) if name in RANKED else 1
     if name in LIGHTLLM:
         fmt = E4M3FN
         if table.geometry == SHARED:
             with pytest.raises(UsageError, match="counts layers that read another layer's cache"):
-                _round_trip(convert_table(table, fmt=fmt, per_head=False), name)
+                _round_trip(convert_table(table, fmt=fmt, per_head=False), name, place)
             return
     fitted = convert_table(table, fmt=fmt, tp=tp, per_head=name in PER_HEAD)
 
-    back = _round_trip(fitted, name)
+    back = _round_trip(fitted, name, place)
 
     expected = _expect(table, name, fmt, tp)
     read = {site: scale.values.flatten().tolist() for site, scale in back.scales.items()}
@@ -165,10 +170,12 @@ def test_every_dialect_reads_back_what_it_can_hold(
 
 
 @pytest.mark.parametrize("name", sorted(set(list_format_names()) - LIGHTLLM))
-def test_a_latent_cache_has_one_scale_under_both_names_and_on_every_rank(name: str) -> None:
+def test_a_latent_cache_has_one_scale_under_both_names_and_on_every_rank(
+    name: str, tmp_path: Path
+) -> None:
     ranks = {"tp": 2} if name in RANKED else {"per_head": name in PER_HEAD}
     table = compute_kv_scales(latent_stats(), E4M3FN, **ranks)
-    back = _round_trip(table, name).scales
+    back = _round_trip(table, name, tmp_path).scales
     assert back.keys() == table.scales.keys()
     assert {number for scale in back.values() for number in scale.values.flatten().tolist()} == {
         0.5

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,14 +46,11 @@ def list_cases() -> list[Any]:
     return [*EVERY_FAMILY, *groups[::2], *in_minutes(*groups[1::2]), "foreign"]
 
 
-def record(case: str) -> list[Entry]:
-    """Give the entries of a case."""
-    with tempfile.TemporaryDirectory() as folder:
-        if case.startswith("drawn-"):
-            return list(_drawn(int(case.removeprefix("drawn-")), Path(folder)))
-        if case == "foreign":
-            return list(_foreign(Path(folder)))
-        return list(_family(case, Path(folder)))
+def record(case: str, place: Path) -> list[Entry]:
+    """Give the entries of a case, which is run in an empty folder."""
+    if case.startswith("drawn-"):
+        return list(_drawn(int(case.removeprefix("drawn-")), place))
+    return list(_foreign(place) if case == "foreign" else _family(case, place))
 
 
 def _family(family: str, place: Path) -> Iterator[Entry]:

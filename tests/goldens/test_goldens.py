@@ -81,8 +81,8 @@ def differ(feature: str, key: str, recorded: str, found: str) -> bool:
 
 
 @pytest.mark.parametrize("case", list_cases())
-def test_the_program_does_what_was_recorded(case: str) -> None:
-    found = record(case)
+def test_the_program_does_what_was_recorded(case: str, tmp_path: Path) -> None:
+    found = record(case, tmp_path)
     if IS_WRITING:
         write_all({case: found})
         read_all.cache_clear()
