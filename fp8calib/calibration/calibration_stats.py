@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
-from fp8calib.calibration.stats_header import CalibrationOrigin, StatsHeader, StatsShard
+from fp8calib.calibration.stats_header import (
+    METADATA_KEY,
+    STATS_NAME,
+    CalibrationOrigin,
+    StatsHeader,
+    StatsShard,
+)
 from fp8calib.checkpoint.header import read_header
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.model.geometry import KV_ROLES, Frozen, ModelGeometry, Role, Site
@@ -104,29 +110,12 @@ def name_tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.T
             yield f"{site}/{name}", tensor
 
 
-STATS_NAME = "stats.safetensors"
-"""The name of the stats file in the output folder of a run."""
-REPORT_NAME = "report.json"
-"""The name of the report in the same folder."""
-METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
 """The metadata key of a shard; the file of a whole run does not have it."""
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 """Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
 _ARRAY_DTYPES: Mapping[str, Any] = {"F32": np.float32, "I64": np.int64}
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
-
-
-def calibrate_first(option: str, *, recipe: str = "") -> str:
-    """Say how to measure what is missing, and the option that takes it."""
-    chosen = f" --recipe {recipe}" if recipe else ""
-    return f"run `fp8calib calibrate MODEL{chosen} --out DIR`, then add {option} DIR/{STATS_NAME}"
-
-
-def spell_export(stats: Path, model: str = "MODEL") -> str:
-    """Spell the command that makes a checkpoint from statistics, for hints."""
-    options = f"--format kv-overlay --model {shlex.quote(model)} --out DIR"
-    return f"`fp8calib export {shlex.quote(str(stats))} {options}`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -215,16 +204,6 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     envelope = envelope.model_copy(update={"digest": _digest(envelope, arrays, shard)})
     metadata = {METADATA_KEY: envelope.model_dump_json(), **({SHARD_KEY: shard} if shard else {})}
     save_tensors(path, tensors, metadata=metadata)
-
-
-def is_stats_file(path: Path) -> bool:
-    """Whether the metadata of a safetensors file marks it as calibration statistics."""
-    if path.suffix != ".safetensors" or not path.is_file():
-        return False
-    try:
-        return METADATA_KEY in read_header(path).metadata
-    except ModelError:
-        return False
 
 
 def load_stats_file(

@@ -1,10 +1,12 @@
-"""Which run statistics and scales are of; without torch: results of commands hold it."""
+"""Which run statistics and scales are of, and their file; without torch: results hold it."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import (
@@ -18,11 +20,41 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from fp8calib.checkpoint.header import read_header
 from fp8calib.data.modality import Modality
+from fp8calib.errors import ModelError
 from fp8calib.model.geometry import Frozen, ModelGeometry
 
+STATS_NAME = "stats.safetensors"
+"""The name of the stats file in the output folder of a run."""
+REPORT_NAME = "report.json"
+"""The name of the report in the same folder."""
+METADATA_KEY = "fp8calib"
+"""The metadata key by which a file is known to be one."""
 _KEYS = ("model", "data", "text_start")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
+
+
+def calibrate_first(option: str, *, recipe: str = "") -> str:
+    """Say how to measure what is missing, and the option that takes it."""
+    chosen = f" --recipe {recipe}" if recipe else ""
+    return f"run `fp8calib calibrate MODEL{chosen} --out DIR`, then add {option} DIR/{STATS_NAME}"
+
+
+def spell_export(stats: Path, model: str = "MODEL") -> str:
+    """Spell the command that makes a checkpoint from statistics, for hints."""
+    options = f"--format kv-overlay --model {shlex.quote(model)} --out DIR"
+    return f"`fp8calib export {shlex.quote(str(stats))} {options}`"
+
+
+def is_stats_file(path: Path) -> bool:
+    """Whether the metadata of a safetensors file marks it as calibration statistics."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    try:
+        return METADATA_KEY in read_header(path).metadata
+    except ModelError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
@@ -22,6 +22,9 @@ from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, make_plan, selec
 from fp8calib.quantization.select import check_unquantized
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import write_outline
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.calibration.calibration_stats import CalibrationStats
 
 _CONFIG_HINT = "use the config.json that its weights were saved with"
 _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"

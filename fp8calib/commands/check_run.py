@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibration.calibration_stats import (
+from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.stats_header import (
     REPORT_NAME,
     STATS_NAME,
-    CalibrationStats,
+    CalibrationOrigin,
     is_stats_file,
     spell_export,
 )
-from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import is_result
@@ -40,6 +39,9 @@ from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.model.geometry import ModelGeometry
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.calibration.calibration_stats import CalibrationStats
 
 
 def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:

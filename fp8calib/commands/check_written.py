@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.commands.card import write_card
 from fp8calib.commands.check import CheckRequest
 from fp8calib.commands.check_run import check_path
@@ -21,6 +20,7 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.model.geometry import ModelGeometry
 
 if TYPE_CHECKING:  # only named
+    from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.formats.quantized_model import QuantizedModel
 
 _NO_OVERLAY = ("tgi",)

@@ -156,7 +156,8 @@ def _write(
     inputs: Sequence[Path],
     shards: tuple[str, ...],
 ) -> ExportResult:
-    from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
+    from fp8calib.calibration.calibration_stats import save_stats
+    from fp8calib.calibration.stats_header import STATS_NAME
     from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.check_written import finish_formats, require_server
     from fp8calib.commands.recipe import decide_query

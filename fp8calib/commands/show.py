@@ -101,11 +101,8 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
     with slow_imports():
-        from fp8calib.calibration.calibration_stats import (
-            STATS_NAME,
-            is_stats_file,
-            load_stats_file,
-        )
+        from fp8calib.calibration.calibration_stats import load_stats_file
+        from fp8calib.calibration.stats_header import STATS_NAME, is_stats_file
     path = Path(request.file)
     if path.is_dir():
         refuse_external_links(path)

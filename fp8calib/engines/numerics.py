@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from fp8calib.engines.facts.release import FOLDER
 from fp8calib.numerics.formats import Rounding
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.model.geometry import ModelGeometry
 
 NUMERICS_FACTS = FOLDER / "numerics.json"
 
@@ -147,3 +150,20 @@ def read_numerics(name: str) -> Numerics:
     """Read the arithmetic of an engine as it was read or run, by its key."""
     records = TypeAdapter(dict[str, Numerics]).validate_json(NUMERICS_FACTS.read_bytes())
     return records[name]
+
+
+def find_served_dtype(
+    geometry: ModelGeometry,
+    *,
+    bfloat16_types: tuple[str, ...] = (),
+    half_instead_of: tuple[str, ...] = ("float16",),
+) -> str:
+    """Name the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
+
+    Args:
+        geometry: the model.
+        bfloat16_types: types that are served in bfloat16 even if the checkpoint is in float16.
+        half_instead_of: the dtypes of checkpoints that are served in float16.
+    """
+    is_half = geometry.checkpoint_dtype in half_instead_of
+    return "float16" if is_half and geometry.model_type not in bfloat16_types else "bfloat16"

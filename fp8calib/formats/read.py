@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.calibration.calibration_stats import METADATA_KEY, spell_export
-from fp8calib.calibration.stats_header import CalibrationOrigin, explain_difference
+from fp8calib.calibration.stats_header import (
+    METADATA_KEY,
+    CalibrationOrigin,
+    explain_difference,
+    spell_export,
+)
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.locations import refuse_external_links

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, calibrate_first
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.stats_header import explain_difference
+from fp8calib.calibration.stats_header import calibrate_first, explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError, ModelError, join_or
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, calibrate_first
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.stats_header import calibrate_first
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges

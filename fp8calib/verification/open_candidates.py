@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from fp8calib.calibration.calibration_stats import (
-    STATS_NAME,
-    CalibrationStats,
-    calibrate_first,
-    is_stats_file,
-    load_stats_file,
-)
+from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.stats_header import CalibrationOrigin, explain_difference
+from fp8calib.calibration.stats_header import (
+    STATS_NAME,
+    CalibrationOrigin,
+    calibrate_first,
+    explain_difference,
+    is_stats_file,
+)
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
+from fp8calib.engines.numerics import find_served_dtype
 from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
     METHODS_FIX,
     amend_for_dtype,
     find_quantization,
-    find_served_dtype,
     matches_target,
     note_drafter,
 )

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS, list_text_configs
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -37,6 +37,9 @@ from fp8calib.formats.kv.overlay import make_quantization_config
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.calibration.calibration_stats import CalibrationStats
 
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.engines.numerics import Numerics
-from fp8calib.engines.replay.declared import find_served_dtype
+from fp8calib.engines.numerics import Numerics, find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.formats.convert import fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
