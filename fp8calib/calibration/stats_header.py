@@ -20,7 +20,6 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from fp8calib.checkpoint.header import read_header
 from fp8calib.data.modality import Modality
 from fp8calib.errors import ModelError
 from fp8calib.model.geometry import Frozen, ModelGeometry
@@ -51,6 +50,8 @@ def is_stats_file(path: Path) -> bool:
     """Whether the metadata of a safetensors file marks it as calibration statistics."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
+    from fp8calib.checkpoint.header import read_header  # noqa: PLC0415 -- the parser needs none
+
     try:
         return METADATA_KEY in read_header(path).metadata
     except ModelError:
