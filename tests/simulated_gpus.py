@@ -13,7 +13,7 @@ import ctypes
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from fp8calib.verification.emulation import emulate, probabilities
 
 ROOM_BYTES = 64 << 30
 _CPU = torch.device("cpu")
+_NUMBERS = {int, float, bool, type(None), torch.dtype}
 _TAKE_BOTH = {torch.ops.aten.copy_, torch.ops.aten.to, torch.ops.aten._to_copy}
 _DIVIDED = {torch.ops.aten.div.Tensor: torch.mul, torch.ops.aten.div_.Tensor: torch.Tensor.mul_}
 _GUARD = """
@@ -154,6 +155,11 @@ class OnGpu(torch.Tensor):
 
 
 class _Simulation(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out what torch.compile needs, which takes as long as an operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -246,7 +252,8 @@ def _simulated_kernels() -> Iterator[None]:
     launch = kernels.launch
 
     def launch_held(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
-        launch(kernel, grid, *_map(_bring, arguments), **constants)
+        held = [each.held if isinstance(each, OnGpu) else each for each in arguments]
+        launch(kernel, grid, *held, **constants)
 
     with mock.patch.object(kernels, "launch", launch_held):
         yield
@@ -279,24 +286,25 @@ def _set_guard() -> None:
 
 def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Compute an operation on the CPU, and mark its results as being on the GPU."""
-    flat: list[Any] = []
-    _map(flat.append, (args, kwargs))
-    home = _find_home(func, flat)
-    args, kwargs = _map(_bring, (args, kwargs))
+    tensors: list[torch.Tensor] = []
+    devices: list[torch.device] = []
+    held_args = [_bring(each, tensors, devices) for each in args]
+    held_kwargs = {name: _bring(each, tensors, devices) for name, each in kwargs.items()}
+    home = _find_home(func, tensors, devices)
     if home.type == "cuda":
-        found = _compute_as_cuda(func, flat, args, kwargs)
+        found = _compute_as_cuda(func, args, held_args, held_kwargs)
     else:
-        found = func(*args, **kwargs)
-    known = {id(leaf.held): leaf for leaf in flat if isinstance(leaf, OnGpu)}
-    given = {*known, *map(id, flat)}
+        found = func(*held_args, **held_kwargs)
+    known = {id(leaf.held): leaf for leaf in tensors if isinstance(leaf, OnGpu)}
     stream = _current_stream()
     stream.seen[stream] += 1
     for leaf in known.values():
         leaf.room.use(stream)
-    rooms = {leaf.held.untyped_storage().data_ptr(): leaf.room for leaf in known.values()}
 
     def find_room(tensor: torch.Tensor) -> _Room:
-        room = rooms.get(tensor.untyped_storage().data_ptr()) or _Room(stream)
+        address = tensor.untyped_storage().data_ptr()
+        same = (x.room for x in known.values() if x.held.untyped_storage().data_ptr() == address)
+        room = next(same, None) or _Room(stream)
         room.written = stream, stream.seen[stream]
         return room
 
@@ -308,48 +316,56 @@ def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if (same := known.get(id(tensor))) is not None and same.device == home:
             find_room(tensor)
             return same
-        copied = tensor.clone() if id(tensor) in given else tensor
+        is_given = same is not None or any(tensor is each for each in tensors)
+        copied = tensor.clone() if is_given else tensor
         return OnGpu(copied, home, find_room(copied))
 
     return _map(place, found)
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Change every leaf of arguments or results, in a third of the time of torch's pytree."""
+    """Change every leaf of results, in a third of the time of torch's pytree."""
     if isinstance(value, tuple | list):
         return type(value)([_map(change, each) for each in value])
-    if isinstance(value, dict):
-        return {name: _map(change, each) for name, each in value.items()}
     return change(value)
 
 
-def _compute_as_cuda(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
+def _bring(value: Any, tensors: list[torch.Tensor], devices: list[torch.device]) -> Any:
+    """Bring arguments to the CPU, and list the tensors and devices among them."""
+    if type(value) in _NUMBERS:
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return value.held if isinstance(value, OnGpu) else value
+    if isinstance(value, tuple | list):
+        return type(value)([_bring(each, tensors, devices) for each in value])
+    if isinstance(value, torch.device):
+        devices.append(value)
+        return _CPU if value.type == "cuda" else value
+    return value
+
+
+def _compute_as_cuda(func: Any, args: Any, held: Any, kwargs: Any) -> Any:
     """Compute the operations that CUDA computes differently."""
     if func is torch.ops.aten.histc.default:  # the CPU's counts no integers
-        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        return func(held[0].float(), *held[1:], **kwargs).to(held[0].dtype)
     divided = _DIVIDED.get(func)
-    if divided is not None and args[0].is_floating_point() and not isinstance(flat[1], OnGpu):
+    if divided is not None and held[0].is_floating_point() and not isinstance(args[1], OnGpu):
         # By a number of the host's: times its reciprocal (ATen's BinaryDivTrueKernel.cu).
-        return divided(args[0], torch.tensor(float(args[1])).reciprocal())
-    return func(*args, **kwargs)
+        return divided(held[0], torch.tensor(float(args[1])).reciprocal())
+    return func(*held, **kwargs)
 
 
-def _bring(leaf: Any) -> Any:
-    if isinstance(leaf, OnGpu):
-        return leaf.held
-    return _CPU if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
-
-
-def _find_home(func: Any, flat: list[Any]) -> torch.device:
+def _find_home(
+    func: Any, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]
+) -> torch.device:
     """Find the device of an operation's results.
 
     Raises:
         RuntimeError: its tensors are of several devices.
     """
-    for leaf in flat:
-        if isinstance(leaf, torch.device):
-            return torch.device("cuda", leaf.index or 0) if leaf.type == "cuda" else leaf
-    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    for device in devices:
+        return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
     if func.overloadpacket in _TAKE_BOTH:
         return tensors[0].device
     homes = {each.device for each in tensors if each.ndim or each.device.type != "cpu"}

@@ -43,19 +43,34 @@ pytestmark = pytest.mark.skipif(
 AHEAD: Any = {"streamed": True, "device": "cuda:0", "copies_ahead": True}
 ON_GPU: Any = {**AHEAD, "hidden_gpu_bytes": 1 << 20}
 LAYERS = 4
+TEXT = LENGTHS[:6]
+NUM_BATCHES = 3
 
 
-@pytest.fixture(name="folder")
-def _folder(tmp_path: Path) -> Path:
-    zoo.save("llama", tmp_path / "model", num_hidden_layers=LAYERS)
-    return tmp_path
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    zoo.save("llama", folder / "model", num_hidden_layers=LAYERS)
+    return folder
+
+
+@pytest.fixture(name="expected", scope="module")
+def _expected(folder: Path) -> bytes:
+    with gpu():
+        return run(folder, ON_GPU)
 
 
 def run(
-    folder: Path, options: Any, share: WorkShare | None = None, *, batch_size: int = 2
+    folder: Path,
+    options: Any,
+    share: WorkShare | None = None,
+    *,
+    lengths: list[int] = TEXT,
+    batch_size: int = 2,
 ) -> bytes:
+    plan = rows_of(lengths)
     with opened(folder / "model", **options) as subject:
-        return as_bytes(subject.calibrate(share, batch_size=batch_size), folder)
+        return as_bytes(subject.calibrate(share, plan=plan, batch_size=batch_size), folder)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +84,8 @@ def test_statistics_are_those_of_a_gpu_that_holds_one_layer(
     model = zoo.build(family, num_hidden_layers=LAYERS).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "model")
     with gpu():
-        expected = run(tmp_path, {"streamed": True, "device": "cuda:0"})
-        assert run(tmp_path, options) == expected
+        expected = run(tmp_path, {"streamed": True, "device": "cuda:0"}, lengths=LENGTHS[:9])
+        assert run(tmp_path, options, lengths=LENGTHS[:9]) == expected
 
 
 def watch(seen: Callable[[ModelPart], object]) -> Any:
@@ -126,9 +141,10 @@ def test_the_host_waits_for_no_layer_and_for_no_batch(
     assert waits == [4 + copied + 1 + LAYERS - 1] * 2
 
 
-def test_hidden_states_beyond_the_limit_of_the_gpu_wait_on_the_host(folder: Path) -> None:
+def test_hidden_states_beyond_the_limit_of_the_gpu_wait_on_the_host(
+    folder: Path, expected: bytes
+) -> None:
     with gpu():
-        expected = run(folder, ON_GPU)
         assert run(folder, {**AHEAD, "hidden_gpu_bytes": 5000}) == expected
         with HiddenStateStore(ram_limit_bytes=900, folder=folder, gpu_limit_bytes=900) as store:
             for number in range(3):
@@ -148,10 +164,9 @@ def test_a_layer_that_reads_an_earlier_one_is_refused(folder: Path, options: Any
         layers[0].register_forward_hook(lambda *seen: first.append(seen[-1]))
         layers[2].register_forward_pre_hook(lambda _, args: (args[0] + first[-1], *args[1:]))
         with pytest.raises(ModelError, match=r"\(layer 2\) reads more than the output"):
-            subject.calibrate()
-    num_batches = -(-len(LENGTHS) // 2)
+            subject.calibrate(plan=rows_of(TEXT))
     later = LAYERS - 2 if "device" in options else 0
-    assert len(first) == (later + 1) * num_batches + (0 if later else 1)  # not in its own run
+    assert len(first) == (later + 1) * NUM_BATCHES + (0 if later else 1)  # not in its own run
 
 
 def test_tokens_that_the_model_changes_are_looked_up_anew(folder: Path) -> None:
@@ -184,7 +199,7 @@ def test_batches_are_halved_where_the_next_layer_or_a_batch_does_not_fit(folder:
             assert run(folder, ON_GPU, share) == expected
         with opened(folder / "model", **ON_GPU) as subject:
             limit_memory(subject, torch.OutOfMemoryError("CUDA"), sequences=1, layer=1)
-            assert as_bytes(subject.calibrate(share), folder) == expected
+            assert as_bytes(subject.calibrate(share, plan=rows_of(TEXT)), folder) == expected
     assert [each.batch_size for each in share.back_offs] == [1, 1]
 
 
@@ -208,16 +223,19 @@ def test_an_error_in_the_thread_reaches_the_caller(
 
 
 @pytest.mark.usefixtures("keep_every_batch")
-def test_an_interrupted_run_resumes_and_copies_only_what_it_runs(folder: Path) -> None:
+def test_an_interrupted_run_resumes_and_copies_only_what_it_runs(
+    folder: Path, expected: bytes, tmp_path: Path
+) -> None:
     made: list[str] = []
-    with gpu():
-        expected = run(folder, ON_GPU)
-        with opened(folder / "model", **ON_GPU) as subject:
-            share = keep_in(folder / "kept", subject)
-            with pytest.raises(KeyboardInterrupt):
-                subject.calibrate(share, progress=Stopping(1 + 2 * 7 + 3, interrupt))
-            with watch(lambda part: made.append(next(iter(part.wanted)))):
-                share = keep_in(folder / "kept", subject)
-                assert as_bytes(subject.calibrate(share), folder) == expected
+    plan = rows_of(TEXT)
+    with gpu(), opened(folder / "model", **ON_GPU) as subject:
+        share = keep_in(tmp_path / "kept", subject, lengths=TEXT)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(
+                share, plan=plan, progress=Stopping(1 + 2 * NUM_BATCHES + 2, interrupt)
+            )
+        with watch(lambda part: made.append(next(iter(part.wanted)))):
+            share = keep_in(tmp_path / "kept", subject, lengths=TEXT)
+            assert as_bytes(subject.calibrate(share, plan=plan), folder) == expected
     layers = [name.split(".")[2] for name in made if ".layers." in name]
     assert layers == ["2", "3"]

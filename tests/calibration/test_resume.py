@@ -64,6 +64,7 @@ def keep_in(
     shard: Share | None = None,
     batch_size: int = 2,
     observe: Observe = OBSERVE,
+    lengths: list[int] = LENGTHS,
     seed: int = 9,
     told: list[str] | None = None,
     **changes: object,
@@ -75,7 +76,7 @@ def keep_in(
         told.append(text)
 
     folder.mkdir(exist_ok=True)
-    plan = rows_of(LENGTHS, seed=seed)
+    plan = rows_of(lengths, seed=seed)
     header: StatsHeader = subject.header(plan, observe).model_copy(update=changes)
     journal = Journal(folder, header, shard=shard, batch_size=batch_size, warn=warn)
     journal.load()
