@@ -22,6 +22,7 @@ from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
 settings.load_profile("untimed")
+gc.set_threshold(20_000, 20, 20)  # libraries and models make many objects that stay
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

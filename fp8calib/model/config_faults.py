@@ -7,11 +7,12 @@ zero, or keys that the class does not use.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -75,23 +76,32 @@ def find_config_faults(folder: Path, config: Mapping[str, object]) -> tuple[str,
         replace, sampling that vLLM refuses, and odd values. Values of a config.json that is refused
         or of an unknown model type are not judged.
     """
-    refused = ""
-    parts: list[tuple[Any, Mapping[str, Any]]] = []
-    """Parsed configs, of the model and of its text model, each beside its part of config.json."""
+    refused, nulls, odd = "", tuple[str, ...](), tuple[str, ...]()
     if is_known(config):
-        plain = restore_floats(without_quantization(config))
-        refused = _find_refusal(plain)
-        if not refused:
-            parsed = parse_config(plain)
-            parts.append((parsed, plain))
-            inner, text = plain.get("text_config"), parsed.get_text_config()
-            if isinstance(inner, dict) and text is not parsed:
-                parts.append((text, inner))
-    faults = [fault for part in parts for fault in _list_nulls(*part)]
-    faults += _list_generation_faults(folder)
-    faults += _list_quantization_faults(config)
-    faults += [fault for part in parts for fault in _list_odd_values(*part)]
-    return refused, faults
+        refused, nulls, odd = _judge(json.dumps(restore_floats(without_quantization(config))))
+    read = (*_list_generation_faults(folder), *_list_quantization_faults(config))
+    return refused, [*nulls, *read, *odd]
+
+
+@lru_cache(maxsize=16)
+def _judge(text: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Judge a config without quantization, given as JSON: a command checks many files with one.
+
+    Returns:
+        Why transformers refuses it, then the faults of nulls and those of other values.
+    """
+    plain = json.loads(text)
+    if refused := _find_refusal(plain):
+        return refused, (), ()
+    parsed = parse_config(plain)
+    parts = [(parsed, plain)]
+    """Parsed configs, of the model and of its text model, each beside its part of config.json."""
+    inner, text_model = plain.get("text_config"), parsed.get_text_config()
+    if isinstance(inner, dict) and text_model is not parsed:
+        parts.append((text_model, inner))
+    nulls = (fault for part in parts for fault in _list_nulls(*part))
+    odd = (fault for part in parts for fault in _list_odd_values(*part))
+    return "", tuple(nulls), tuple(odd)
 
 
 def _find_refusal(config: Mapping[str, Any]) -> str:
@@ -152,9 +162,15 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     sliding_window of cohere2, first_k_dense_replace of glm4_moe_lite: TypeError, run).
     """
 
+    @cache
+    def stops() -> bool:
+        """Check whether a forward pass fails because something is null."""
+        return "NoneType" in _try(run)
+
     def run() -> None:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(without)(torch.zeros(1, 2, dtype=torch.long))
+            model = AutoModelForCausalLM.from_config(type(parsed).from_dict({**config}))
+            model(torch.zeros(1, 2, dtype=torch.long))
 
     has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
     off = (*_OFF, *(() if has_windows else ("sliding_window",)))
@@ -168,7 +184,7 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
             if is_general or key.endswith("_token_id") or key.startswith("_"):
                 continue
             # null is the default: it counts only if a forward pass fails because of it
-            if hasattr(without, key) and "NoneType" not in _try(run):
+            if hasattr(without, key) and not stops():
                 continue
         yield f"config.json says {key}: null, and an engine may compute with it"
 
