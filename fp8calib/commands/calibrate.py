@@ -177,14 +177,6 @@ class CalibrateResult(Result):
         """0, or that of `ExportError` if an output could not be written."""
         return 0 if self.passed else ExportError.exit_code
 
-    @property
-    def overlay(self) -> Path | None:
-        """The first checkpoint with KV scales that was written; None if there is none."""
-        overlays = (each.path() for each in list_written_dialects() if each.needs_model)
-        written = (path for path in overlays if any(f.startswith(f"{path}/") for f in self.files))
-        path = next(written, None)
-        return None if self.out is None or path is None else self.out / path
-
 
 def run(
     request: CalibrateRequest,
@@ -245,8 +237,10 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
         )
     yield from map(Answer, describe_checks(result.checked))
     more = [f"fp8calib show {shlex.quote(str(result.out))}"]
-    if result.overlay is not None:
-        more.append(f"fp8calib check {shlex.quote(str(result.overlay))}")
+    overlays = (each.path() for each in list_written_dialects() if each.needs_model)
+    written = (path for path in overlays if any(f.startswith(f"{path}/") for f in result.files))
+    if result.out is not None and (overlay := next(written, None)):
+        more.append(f"fp8calib check {shlex.quote(str(result.out / overlay))}")
         model, scales = request.spell_model(result.model), shlex.quote(str(result.out))
         more.append(f"fp8calib verify {model} --scales {scales}")
     yield Answer(f"more: {'; '.join(more)}")

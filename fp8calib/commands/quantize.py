@@ -345,7 +345,8 @@ def finish_quantized(
     from fp8calib.commands.check_written import finish_checkpoint
     from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 
-    scheme, others = plan.settings.scheme.name, list_layer_schemes(plan)
+    scheme = plan.settings.scheme.name
+    others = list_layer_schemes(plan) if plan.settings.by_pattern else ()
     names = dict.fromkeys([scheme, *(each.scheme for each in others)])
     checked = finish_checkpoint(
         *(folder, target or folder, ", ".join(names), request.model),

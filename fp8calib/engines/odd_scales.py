@@ -134,13 +134,14 @@ def suspect_odd_scales(
             layer: text for layer, text in find_outliers(scales).items() if layer not in known
         }
         found |= {(layer, role): text for layer, text in {**others, **unlike}.items()}
-    found |= _list_odd(used, reaches)
+    if reaches:
+        found |= _list_odd(used, reaches)
     noted = {slot: text for slot, text in found.items() if used[slot] == UNCALIBRATED}
     suspected = {slot: text for slot, text in found.items() if slot not in noted}
     suspicious, problems = [*_summarize(suspected)], [*_summarize(noted)]
     if used and set(used.values()) == {UNCALIBRATED}:
         problems.append(_ALL_UNCALIBRATED)
-    if are_swapped(used, likely):
+    if reaches and are_swapped(used, likely):
         suspicious.append(f"{SWAPPED}: they fit the weights of the other of the two")
     estimated = {role for _, role in reaches}
     unusual = (_find_unusual(used, role) for role in KV_ROLES if role not in estimated)

@@ -80,10 +80,12 @@ def find_odd(
     """
     texts = {key: reach.judge(scales[key], fmt) for key, reach in reaches.items()}
     odd = {key: reaches[key] for key, text in texts.items() if text}
+    if not odd:
+        return {}
     mistakes = _explain(
         {key: scales[key] for key in odd},
         {key: reach.amax for key, reach in odd.items()},
-        within=max((reach.within for reach in odd.values()), default=1),
+        within=max(reach.within for reach in odd.values()),
         fmt=fmt,
     )
     found = {}
@@ -108,8 +110,6 @@ def _explain(
     Hence each scale gets, of those that fit it, the mistake that is nearest to the group. `amax` is
     what each has to reach, exactly or about, and `within` the factor by which it may be off.
     """
-    if not scales:
-        return {}
     errors = {
         text.format(fmt.max): {
             key: abs(math.log(scale / make(amax[key], fmt.max))) for key, scale in scales.items()
@@ -171,6 +171,8 @@ def find_outliers(
     found = {layer for layer, each in logs.items() if abs(each - middle) > allowed}
     found |= _find_unlike_nearest(logs, most)
     found = found or _find_beyond_gap(logs, most + math.log(_MOST_GAP))
+    if not found:
+        return {}
     usual = median([logs[layer] for layer in logs if layer not in found] or logs.values())
     likely = {layer: math.exp(usual) * known[layer] for layer in sorted(found)}
     mistakes = _explain(

@@ -119,7 +119,8 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
     """
     found = find_selection(checkpoint, ignore=settings.ignore, drafters=settings.drafters)
     selection = found.require()
-    check_layer_schemes(settings, selection)
+    if settings.by_pattern:
+        check_layer_schemes(settings, selection)
     # Engines have no scale for inputs that are not whole blocks of MXFP8: vLLM 0.32.0
     # `quantization/modelopt.py` (ValueError).
     size = MX_BLOCK[1]

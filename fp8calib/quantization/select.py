@@ -149,7 +149,7 @@ def find_selection(
     heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
     is_tied = config.get("tie_word_embeddings", True)
     tied = [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
-    ignored = match_patterns(ignore, [*matrices, *experts, *tied])
+    ignored = match_patterns(ignore, [*matrices, *experts, *tied]) if ignore else {}
     find_reason = _make_reason_finder(checkpoint, config, ignored, drafters=drafters)
     quantized: list[Matrix] = []
     unquantized: list[UnquantizedMatrix] = []

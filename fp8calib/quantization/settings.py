@@ -39,7 +39,7 @@ class PlanSettings:
 
     def scheme_of(self, module: str) -> Scheme:
         """Give the scheme of a linear."""
-        pattern = self.pattern_of(module)
+        pattern = self.pattern_of(module) if self.by_pattern else None
         return self.scheme if pattern is None else self.by_pattern[pattern]
 
     def pattern_of(self, module: str) -> str | None:
@@ -110,8 +110,6 @@ def make_settings(
 
 def check_layer_schemes(settings: PlanSettings, selection: Selection) -> None:
     """Refuse patterns that give no linear its scheme, or that divide what engines load as one."""
-    if not settings.by_pattern:
-        return
     quantized = [matrix.module for matrix in selection.quantized]
     reasons = {path: item.why for item in selection.unquantized for path in item.linears}
     used = {settings.pattern_of(module) for module in quantized}

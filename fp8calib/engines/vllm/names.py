@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import cached_property
 
 from fp8calib.engines.facts.release import ADDED_ROOTS, Release
 from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
@@ -224,15 +225,45 @@ class WeightLoader:
 
         Scales of quantized weights are judged elsewhere (`weight_replay.py`).
         """
-        is_quantized = _make_test(self._context)
         for name in sorted(filter(_is_scale_name, self._context.tensors)):
             module = name.rpartition(".")[0]
             if is_of_draft_layer(self._context.geometry, module):
                 continue
             why = self.find_fault(name)
             is_of_weight = _is_companion(name) and parse_name(name) is None
-            if why and not (is_of_weight and is_quantized(module)):
+            if why and not (is_of_weight and self._is_quantized(module)):
                 raise self._refuse(name, why)
+
+    @cached_property
+    def _is_quantized(self) -> Callable[[str], bool]:
+        """Tells whether vLLM may have parameters for the scales of a module's weight."""
+        tensors, folder = self._context.tensors, self._context.folder
+        has_codes = any(
+            (name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES)
+            or (entry.dtype in WEIGHT_FORMATS and not _is_scale_name(name))
+            for name, entry in tensors.items()
+        )
+        if has_codes:
+            matrices = (name for name, each in tensors.items() if len(each.shape) > 1)
+            linears = {name.rpartition(".")[0] for name in matrices}
+            meant = (linear.checkpoint_name for _, linear in self._context.geometry.linears())
+            linears |= {(name or "").removesuffix(".weight") for name in meant}
+            return lambda module: module in linears or split_expert(module) is not None
+        try:
+            _, find_scheme = load_finder(folder.path, folder.config)
+        except ModelError:
+            return lambda _: False
+
+        def is_quantized(module: str) -> bool:
+            if f"{module}.weight" not in tensors:
+                return False
+            try:
+                find_scheme(module)
+            except ModelError as error:
+                return not isinstance(error, ContradictionError)
+            return True
+
+        return is_quantized
 
     def _refuse(self, name: str, why: str) -> Refusal:
         geometry, stored = self._context.geometry, self._context.scales.get(name)
@@ -260,33 +291,3 @@ def _is_scale_name(name: str) -> bool:
 def _is_companion(name: str) -> bool:
     """Check whether a name is that of the scale or zero point of a weight or of its input."""
     return _COMPANION.fullmatch(name.rpartition(".")[2]) is not None
-
-
-def _make_test(context: LoadContext) -> Callable[[str], bool]:
-    """Make a test of whether vLLM may have parameters for the scales of a module's weight."""
-    tensors = context.tensors
-    has_codes = any(
-        (name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES)
-        or (entry.dtype in WEIGHT_FORMATS and not _is_scale_name(name))
-        for name, entry in tensors.items()
-    )
-    if has_codes:
-        linears = {name.rpartition(".")[0] for name, each in tensors.items() if len(each.shape) > 1}
-        meant = {linear.checkpoint_name or "" for _, linear in context.geometry.linears()}
-        linears |= {name.removesuffix(".weight") for name in meant}
-        return lambda module: module in linears or split_expert(module) is not None
-    try:
-        _, find_scheme = load_finder(context.folder.path, context.folder.config)
-    except ModelError:
-        return lambda _: False
-
-    def is_quantized(module: str) -> bool:
-        if f"{module}.weight" not in tensors:
-            return False
-        try:
-            find_scheme(module)
-        except ModelError as error:
-            return not isinstance(error, ContradictionError)
-        return True
-
-    return is_quantized

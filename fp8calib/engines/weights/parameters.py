@@ -200,8 +200,9 @@ def lacks_drafter(stored: OpenedWeights) -> str:
     geometry, tensors = stored.geometry, stored.tensors
     promise, decoder = find_promise(stored.folder.config), find_decoder(geometry)
     is_whole = any(len(each.shape) > 1 for each in tensors.values())
-    has_one = any(is_drafted(name, len(geometry.layers), decoder) for name in tensors)
-    if not promise or not is_whole or has_one:
+    if not promise or not is_whole:
+        return ""
+    if any(is_drafted(name, len(geometry.layers), decoder) for name in tensors):
         return ""
     why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
     return f"{why}: decoding with it is not possible"
