@@ -287,7 +287,7 @@ def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport
                 )
                 update = {"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(index)}
                 changed[layer.index, role] = mine.model_copy(update=update)
-    return report.put(changed)
+    return report.put(changed) if changed else report
 
 
 def replay_overlay(

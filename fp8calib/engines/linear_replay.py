@@ -201,11 +201,11 @@ def _compare_quantized(
     scheme: StoredScheme | OtherScheme,
     values: ScaleValues,
 ) -> Iterator[Finding]:
-    if expert := _find_unequal(group, values.numbers):
+    has_experts = group.kind == "experts"
+    if has_experts and (expert := _find_unequal(group, values.numbers)):
         why = f"has other input scales for gate and up ({expert})"
         yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
     # Two projections of an expert have one number: the one loaded last stays, the second's.
-    has_experts = group.kind == "experts"
     scaled = {each.module for each in group.members if has_experts and INPUT_SCALE in each.tensors}
     is_cast = group.state in BY_CONFIG or any(each.has_codes for each in group.members)
     for linear in group.members:
@@ -288,7 +288,7 @@ def _compare_tensor(
 
 def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:
     """Find an expert whose gate and up have unequal input scales; empty if there is none."""
-    for linear in group.members if group.kind == "experts" else ():
+    for linear in group.members:
         expert = linear.module.rpartition(".")[0]
         one = numbers.get(f"{linear.module}.{INPUT_SCALE}")
         other = numbers.get(f"{expert}.{_TWINS.get(linear.projection)}.{INPUT_SCALE}")

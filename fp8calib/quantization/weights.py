@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import torch
 
@@ -106,11 +107,17 @@ class WeightScales:
     """
 
     def __init__(self, quantized: Collection[Matrix], reader: WeightReader) -> None:
+        self._quantized = quantized
         self._reader = reader
-        self._pools: dict[tuple[str, str], list[Matrix]] = defaultdict(list)
-        for matrix in quantized:
+
+    @cached_property
+    def _pools(self) -> Mapping[tuple[str, str], Sequence[Matrix]]:
+        """The sets of weights that may give a scale; few models have weights of zeros."""
+        pools: dict[tuple[str, str], list[Matrix]] = defaultdict(list)
+        for matrix in self._quantized:
             for pool in _name_pools(matrix):
-                self._pools[pool].append(matrix)
+                pools[pool].append(matrix)
+        return pools
 
     def of_group(self, matrix: Matrix, scheme: Scheme) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scale that a weight shares with its group: fp32 []."""

@@ -100,9 +100,10 @@ def replay_sglang(
         absent = (why, _FIX.format(path=path))
         judge = context.judge_pair
         layers.append(judge(layer.index, "SGLang", absent, zero_is_unset=zero_is_unset))
-    context.note_unread("SGLang does not read it, and does not use it to quantize the query")
+    if any(context.optional.values()):
+        context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = context.report(layers)
-    if fault is None:
+    if fault is None and geometry.has_latent_attention:
         # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool),
         # and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
         kinds = {layer.index: attention.kind for layer, attention in geometry.attentions()}

@@ -213,7 +213,7 @@ class _Replay:
                 self._problems.append(_STOPS_IN_FLOAT16)
             if release.has(_CALCULATES_EXISTS):
                 self._problems.append(_CALCULATES)
-        if method not in (None, KvMethod.NONE):
+        if any(self._context.optional.values()) and method not in (None, KvMethod.NONE):
             self._note_loaded()
         report = self._context.report(layers).model_copy(update={"held": held})
         if self._is_pooling:
@@ -243,7 +243,8 @@ class _Replay:
         loader = WeightLoader(context, self._method, self._find_places(), self._release)
         loader.refuse_faults()
         context.load(loader.find_slot)
-        if self._method is not None:
+        has_others = any([*context.optional.values(), context.zero_points])
+        if has_others and self._method is not None:
             self._check_shapes()
         has_groups = isinstance(self._quantization.get("config_groups"), dict)
         if self._per_head and context.loaded and not has_groups:

@@ -135,7 +135,7 @@ def list_groups(
             for end in ends
             for index, number in count_experts(geometry).items()
         }
-    grouped = dict(_group_experts(experts, counts, beside))
+    grouped = dict(_group_experts(experts, counts, beside)) if experts else {}
     # those of layers that store them in one tensor of 16 bits, as linears of one; stacks in FP8 are
     # not judged
     stacks: dict[str, list[StoredLinear]] = defaultdict(list)
