@@ -33,7 +33,7 @@ from fp8calib.engines.replay.folder import (
     open_folder,
     read_folder_geometry,
 )
-from fp8calib.engines.replay.verdicts import add_fingerprint
+from fp8calib.engines.replay.verdicts import Reports, add_fingerprint
 from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
@@ -46,12 +46,19 @@ if TYPE_CHECKING:  # only named
 
 def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
     """Check a path; `progress` shows how much was read where all values are."""
-    named = [request.engine] if isinstance(request.engine, str) else request.engine
-    names = (part.strip() for each in named or list_defaults() for part in each.split(","))
-    engines = {find_replayed(name).key: name for name in names}  # each release once
     path = Path(request.path)
     require_path(path, hint="name a checkpoint folder or a JSON file")
     _refuse_other(path)
+    reports = replay_path(request, path, progress=progress)
+    finished = {key: add_fingerprint(each, request.tp) for key, each in reports.items()}
+    return CheckResult(engines=finished, has_read_weights=request.read_weights)
+
+
+def replay_path(request: CheckRequest, path: Path, *, progress: Progress | None = None) -> Reports:
+    """Report what each engine does with a checkpoint folder or a file of scales."""
+    named = [request.engine] if isinstance(request.engine, str) else request.engine
+    names = (part.strip() for each in named or list_defaults() for part in each.split(","))
+    engines = {find_replayed(name).key: name for name in names}  # each release once
     folder = open_folder(path) if path.is_dir() else None
     model = _open_model(request, path, folder)
     try:
@@ -88,8 +95,7 @@ def check_path(request: CheckRequest, *, progress: Progress | None = None) -> Ch
     reports = doubt_configs(reports, model, geometry)
     if request.allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}
-    finished = {key: add_fingerprint(each, request.tp) for key, each in reports.items()}
-    return CheckResult(engines=finished, has_read_weights=request.read_weights)
+    return reports
 
 
 def _compare_weights(stats: CalibrationStats, path: Path) -> Iterator[str]:

@@ -216,7 +216,9 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.quantization.settings import make_settings
         from fp8calib.quantization.write import find_finished, write_checkpoint
     out = Path(request.out)
-    request, recipe = apply_recipe(request)
+    recipe: Recipe | None = None
+    if request.names_recipe:
+        request, recipe = apply_recipe(request)
     settings = make_settings(
         *(request.scheme, request.layer_schemes, request.ignore),
         dialect=request.dialect,
@@ -266,14 +268,12 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     return result
 
 
-def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe | None]:
-    """Give a request what it leaves to the recipe that it names, and the recipe if it names one.
+def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
+    """Give a request what it leaves to the recipe that it names, and the recipe.
 
     Raises:
         RecipeError: the recipe is invalid, or has no section `quantize`.
     """
-    if not request.names_recipe:
-        return request, None
     from fp8calib.commands.recipe import load_recipe
 
     recipe = load_recipe(request.scheme)

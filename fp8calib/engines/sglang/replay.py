@@ -86,7 +86,7 @@ def replay_sglang(
         f"{path}.{role}_scale": (index, role) for index, path in paths.items() for role in KV_ROLES
     }
     model_type = find_sglang_type(geometry, release)
-    if has_class(geometry.architecture, release):
+    if context.scales and has_class(geometry.architecture, release):
         _refuse_strays(context, places, model_type, release)
     context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
     zero_is_unset = release.has(_ZERO_UNSET)

@@ -88,7 +88,9 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
             cannot hold it.
     """
-    request, recipe = apply_recipe(request)
+    recipe = None
+    if request.names_recipe:
+        request, recipe = apply_recipe(request)
     settings = make_settings(
         *(request.scheme, request.layer_schemes, request.ignore),
         dialect=request.dialect,
