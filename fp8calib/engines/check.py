@@ -336,11 +336,13 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
     for key, engine in ((key, find_replayed(key)) for key in reports):
         if engine.name not in _BY_CLASS:
             continue
-        is_drafter = find_drafter_class(model.config)
-        hint = "" if is_drafter else engine.spell_run_hint(model.config)
         why = f"transformers refuses config.json: {refused}" if refused else ""
         if engine.name == "sglang" or not names_base(model.config, geometry):
             why = why or _find_other_class(model.config, geometry)
+        if not why and not faults:
+            continue
+        is_drafter = find_drafter_class(model.config)
+        hint = "" if is_drafter else engine.spell_run_hint(model.config)
         if why:
             engines[key] = engines[key].give_names(report_unknown(geometry, f"{why}{hint}"))
         engines[key] = engines[key].add(unknown=(f"{fault}{hint}" for fault in faults))
