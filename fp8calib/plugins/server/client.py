@@ -11,10 +11,12 @@ import math
 import os
 import random
 import re
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Self, TypeVar
 
 from fp8calib import __version__
@@ -43,6 +45,7 @@ _LARGEST_BYTES = 2**28
 _BROKEN_CONNECTIONS = 3
 """Requests that fail without an answer before a server counts as gone."""
 _SHOWN = 300
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE")
 _LEAST_KEY = 8
 """A shorter key is a placeholder such as `none`, which any message may hold."""
 _HINT_BUSY = (
@@ -146,6 +149,12 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         return pool.submit(asyncio.run, work).result()
 
 
+@cache
+def _read_certificates(*_places: str | None) -> ssl.SSLContext:
+    """Read the certificates that the environment names once: that takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
 class ServerClient:
     """Sends requests to one server; each ends within `timeout_s`, repetitions included."""
 
@@ -168,6 +177,7 @@ class ServerClient:
                 headers=headers,
                 timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
                 limits=httpx.Limits(max_connections=concurrency),
+                verify=_read_certificates(*map(os.environ.get, _CERTIFICATES)),
             )
         except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
             raise UsageError(
