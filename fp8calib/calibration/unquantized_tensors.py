@@ -30,6 +30,8 @@ from fp8calib.errors import ModelError, shorten
 _HASH_DIGITS = {1: 16, 2: 32}
 """Hexadecimal digits of the hash of a norm, and of an embedding."""
 _ELEMENTS_AT_ONCE = 2**18
+_READ_AT_ONCE_BYTES = 2**16
+"""Of a larger matrix only the rows that are sketched are read."""
 _SKETCH = "rows:"
 _KEPT = {
     1: re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE),
@@ -170,11 +172,14 @@ def sketch_matrix(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
         The sketch as text, 32 numbers in bfloat16; and the root of the mean square of the rows'
         norms.
     """
-    *experts, count, columns = checkpoint.tensors[name].shape
+    entry = checkpoint.tensors[name]
+    *experts, count, columns = entry.shape
     places = torch.linspace(0, count - 1, _SKETCH_SIZE, dtype=torch.float64).round().int().tolist()
     if experts:
         index = _find_layer(name) % max(experts[0], 1)
         rows = checkpoint.read_rows(name, index, index + 1)[0][places]
+    elif entry.size_bytes <= _READ_AT_ONCE_BYTES:
+        rows = checkpoint.read_rows(name, 0, count)[places]
     else:
         rows = torch.cat([checkpoint.read_rows(name, place, place + 1) for place in places])
     rows = rows.double()
