@@ -2,9 +2,6 @@
 
 import ast
 import re
-from pathlib import Path
-
-import pytest
 
 from tests.kit.hints import COMMANDS, FLAG, MODULES, PACKAGE, list_flags, list_texts
 
@@ -28,11 +25,11 @@ OTHERS = {
 KNOWN = {command: list_flags(command) | BASE for command in COMMANDS}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_commands_and_options_that_texts_name_exist(path: Path) -> None:
+def test_commands_and_options_that_texts_name_exist() -> None:
     known = set.union(OTHERS, *KNOWN.values())
-    for node, text in list_texts(ast.parse(path.read_text())):
-        for command, rest in TYPED.findall(text):
-            flags = set(FLAG.findall(rest))
-            assert flags <= KNOWN[command], f"line {node.lineno}: {command}{rest}"
-        assert set(FLAG.findall(text)) <= known, f"line {node.lineno}: {text}"
+    for path in MODULES:
+        for node, text in list_texts(ast.parse(path.read_text())):
+            place = f"{path.relative_to(PACKAGE)}, line {node.lineno}"
+            for command, rest in TYPED.findall(text):
+                assert {*FLAG.findall(rest)} <= KNOWN[command], f"{place}: {command}{rest}"
+            assert {*FLAG.findall(text)} <= known, f"{place}: {text}"

@@ -72,9 +72,6 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(os.path.realpath(os.fsdecode(arguments[0])))
 
 
-sys.addaudithook(_watch)
-
-
 @contextmanager
 def nothing_is_opened_in(folder: Path) -> Iterator[None]:
     """Require that no file under a folder is opened, by whatever path it is reached."""
@@ -92,6 +89,7 @@ def nothing_is_opened_in(folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def bench(calibrated: tuple[Path, Outcome], model: Path, tmp_path_factory: Any) -> Bench:
     """Put good files outside of what is named, and open the model once."""
+    sys.addaudithook(_watch)  # not where the module is imported: it slows every other test
     outside = tmp_path_factory.mktemp("outside")
     shutil.copy(calibrated[0] / "kv_scales.safetensors", outside)
     shutil.copy(calibrated[0] / "kv_cache_scales.tp1.json", outside / "scales.json")

@@ -32,7 +32,7 @@ HAS_GPU = torch.cuda.is_available()
 FAMILIES = ("llama", "mixtral", "deepseek_v3", "qwen3_next")
 if HAS_GPU or HAS_MINUTES:
     FAMILIES += ("gemma3n_text",)
-SIZE = ("--samples", 8, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
+SIZE = ("--samples", 8, "--seq-len", 32, "--batch-size", 4, "--no-pack", "--dtype", "float32")
 SCHEMES = ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")
 FIGURES = (
     ("whole", "stats.safetensors"),
@@ -209,8 +209,9 @@ def test_figures_of_a_gpu_are_those_of_the_cpu(
 def test_candidates_share_a_batch_where_memory_allows(tmp_path: Path, rows: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     succeed(*calibration(tmp_path, rows), "--device", "cpu", "--out", tmp_path / "cpu")
-    command = ("verify", tmp_path / "model", "--data", rows, *SIZE, "--engine", "reference")
-    command = (*command, "--scales", tmp_path / "cpu" / "stats.safetensors")
+    command = ("verify", tmp_path / "model", "--data", rows, *SIZE, "--batch-size", 2)
+    given = tmp_path / "cpu" / "stats.safetensors"
+    command = (*command, "--engine", "reference", "--scales", given)
     cpu = succeed(*command, "--device", "cpu", "--json")
     assert cpu.json["memory"]["models_in_a_batch"] is None
     with gpus():

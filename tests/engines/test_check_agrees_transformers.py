@@ -36,7 +36,7 @@ from tests.engines.vllm_cases import find_config
 from tests.formats.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.kit import answers
 from tests.kit.checkpoints import change_config, change_quantization, change_tensors
-from tests.kit.minutes import in_minutes
+from tests.kit.minutes import in_minutes, takes_minutes
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
@@ -225,9 +225,12 @@ BLOCKS = ("autofp8", "fp8-block", "llama", WHOLE)
         ((CT, "fp8-block", "qwen3_moe", ROUTED), None, "experts.down_proj cannot be converted"),
         ((CT, "fp8-block", "qwen3_moe", ONE_BLOCK), None, ""),
         ((CT, "fp8-dynamic", "qwen3_moe", ROUTED), None, ""),
+        (EXPERTS, put(f"{EXPERT}.weight_packed", ONES), "AttributeError"),
         *(
-            (EXPERTS, put(f"{EXPERT}.{name}", ONES), "AttributeError")
-            for name in ("weight_zero_point", "weight_packed", "weight_shape")
+            pytest.param(
+                EXPERTS, put(f"{EXPERT}.{name}", ONES), "AttributeError", marks=takes_minutes
+            )
+            for name in ("weight_zero_point", "weight_shape")
         ),
         (EXPERTS, put(f"{EXPERT}.output_scale", ONES), ""),
         ((CT, "fp8-static", "llama", WHOLE), put(f"{O_PROJ}.weight_shape", ONES), ""),
@@ -254,7 +257,7 @@ def test_weights_are_refused_where_loading_or_running_fails(
         AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.arange(8)[None])
 
 
-@pytest.mark.parametrize("expert", [None, 0, 2])
+@pytest.mark.parametrize("expert", [None, 0, *in_minutes(2)])
 def test_experts_are_given_their_scales_in_order(tmp_path: Path, expert: int | None) -> None:
     """One expert in 16 bits moves the scales of those after it, and the last has none."""
     folder = make(tmp_path, CT, "fp8-dynamic", "qwen3_moe", **ROUTED)
@@ -391,7 +394,7 @@ def test_a_config_is_refused_where_loading_fails(
         assert not loading["missing_keys"]
 
 
-@pytest.mark.parametrize("ignore", [["lm_head"], [], None])
+@pytest.mark.parametrize("ignore", [["lm_head"], [], *in_minutes(None)])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_an_output_layer_with_the_weight_of_the_embedding_is_quantized_by_the_config(
     tmp_path: Path, ignore: list[str] | None, *, is_tied: bool
@@ -420,12 +423,12 @@ def test_an_output_layer_with_the_weight_of_the_embedding_is_quantized_by_the_co
     ("form", "size", "status"),
     [
         (CT, 192, "refused"),
-        (CT, 100, "refused"),
+        pytest.param(CT, 100, "refused", marks=takes_minutes),
         (CT, 384, "fine"),
         ("autofp8", 192, "misread"),
         ("autofp8", 257, "refused"),
         ("autofp8", 100, "fine"),
-        ("autofp8", 384, "fine"),
+        pytest.param("autofp8", 384, "fine", marks=takes_minutes),
     ],
 )
 def test_blocks_that_do_not_fill_a_weight(

@@ -20,6 +20,7 @@ from fp8calib.formats.read import has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleTable
 from fp8calib.numerics.formats import E4M3FNUZ, Fp8Format
 from tests.formats.handmade import make_attention, make_geometry
+from tests.kit.minutes import HAS_MINUTES
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 NAMES = [
@@ -29,7 +30,7 @@ NAMES = [
     for suffix in ("k_scale", "v_scale", "kv_scale", "q_scale", "k_proj.k_scale", "k_zero_point")
 ]
 FUZZ = settings(
-    max_examples=200,
+    max_examples=200 if HAS_MINUTES else 60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

@@ -27,6 +27,7 @@ from tests.formats.handmade import (
     make_stats,
     save_source,
 )
+from tests.kit.minutes import HAS_MINUTES
 
 HEADS, KV_HEADS = 8, 4
 WIDE = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
@@ -141,7 +142,7 @@ def _round_trip(table: ScaleTable, name: str, tmp_path: Path) -> ScaleTable:
 
 
 @pytest.mark.parametrize("name", list_format_names())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 if HAS_MINUTES else 20, deadline=None, derandomize=True)
 @given(data=st.data(), table=tables(), fmt=st.sampled_from([E4M3FN, E4M3FNUZ]))
 def test_every_dialect_reads_back_what_it_can_hold(
     data: st.DataObject,

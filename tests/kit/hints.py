@@ -87,7 +87,8 @@ def _is_about_texts(node: ast.AST) -> bool:
     if isinstance(node, ast.Assign):
         return _HINT.search(ast.unparse(node.targets[0])) is not None
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func).endswith(("option", "Option"))
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return name.endswith(("option", "Option"))
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
