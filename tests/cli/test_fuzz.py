@@ -1,6 +1,6 @@
 """Broken scales files of every tool, through every command that reads them.
 
-Some eighty cases by default, the same ones every time. `FP8CALIB_FUZZ_SECONDS=600` goes on with
+Some forty cases by default, the same ones every time. `FP8CALIB_FUZZ_SECONDS=600` goes on with
 new ones for so long; `FP8CALIB_FUZZ_SEED=N` begins at another one (scripts/fuzz does both).
 """
 
@@ -42,9 +42,10 @@ from fp8calib.verification.candidates import Target
 from fp8calib.verification.open_candidates import open_candidate
 from tests.cli import quantized_sources as sources
 from tests.cli.program import Outcome, run
+from tests.kit.minutes import HAS_MINUTES
 from tests.mutations import break_file, break_folder
 
-CASES_BY_DEFAULT = 4
+CASES_BY_DEFAULT = 4 if HAS_MINUTES else 2
 SECONDS = float(os.environ.get("FP8CALIB_FUZZ_SECONDS", "0"))
 FIRST_SEED = int(os.environ.get("FP8CALIB_FUZZ_SEED", "0"))
 REFUSALS = (UsageError, ModelError, DataError, ExportError, VerificationError)

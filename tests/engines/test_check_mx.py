@@ -16,6 +16,7 @@ from tests import zoo
 from tests.engines.test_check_weights import ask
 from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_json, change_tensors
+from tests.kit.minutes import takes_minutes
 from tests.quantization.by_hand import LAYER, run
 
 FORMS = ("compressed-tensors", "modelopt", "mxfp8")
@@ -112,16 +113,21 @@ POWERS = (BYTES.float() - 127).exp2()
     [
         ("mxfp8", BYTES.bfloat16(), "is BF16: transformers takes its values for scales"),
         ("mxfp8", BYTES.to(torch.int8), "is I8: transformers takes its values for scales"),
-        ("mxfp8", BYTES.new_full((32, 5), 64).int(), "is I32: transformers takes its values for"),
         ("mxfp8", POWERS, ""),
         ("mxfp8", BYTES.view(torch.float8_e8m0fnu), ""),
         ("compressed-tensors", BYTES.bfloat16(), ""),
-        ("compressed-tensors", BYTES.to(torch.int8), ""),
         ("compressed-tensors", POWERS, "is F32: transformers takes its values for exponents"),
         (
             "compressed-tensors",
             BYTES.view(torch.float8_e8m0fnu),
             "is F8_E8M0: transformers takes its values for exponents",
+        ),
+        *(
+            pytest.param(*each, marks=takes_minutes)
+            for each in (
+                ("mxfp8", BYTES.new_full((32, 5), 64).int(), "is I32: transformers takes its"),
+                ("compressed-tensors", BYTES.to(torch.int8), ""),
+            )
         ),
     ],
 )
