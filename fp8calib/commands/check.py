@@ -160,7 +160,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
     yield Line(f"{request.path}: {result.verdict}")
     for engine in result.engines.values():
         title = f"{engine.engine} {engine.version}: {engine.summary}"
-        is_used = all(each.status is Status.USED for each in engine.verdicts)
+        is_used = all(each.status is Status.USED for each in engine.slots.values())
         if engine.loads_without_kv or (is_used and not is_full):
             yield Line(title)
         else:
@@ -193,7 +193,7 @@ def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple
         return
     if not (result.has_read_weights or Path(request.path).is_file()):
         yield "weights", "--read-weights"
-    verdicts = (each for engine in result.engines.values() for each in engine.verdicts)
+    verdicts = (each for engine in result.engines.values() for each in engine.slots.values())
     has_used = any(each.status is Status.USED for each in verdicts)
     has_linears = any(each.linears for each in result.engines.values())
     if request.stats is None and (has_used or has_linears):
@@ -238,7 +238,7 @@ def _format_values(values: list[float | None]) -> str:
 def _list_fixes(engine: EngineReport) -> list[str]:
     if engine.loads_without_kv:
         return [engine.weights.fix] if engine.weights is not None and engine.weights.fix else []
-    verdicts = [*engine.verdicts, *([engine.weights] if engine.weights is not None else [])]
+    verdicts = [*engine.slots.values(), *([engine.weights] if engine.weights is not None else [])]
     fixes = [verdict.fix for verdict in verdicts if verdict.fix]
     return list(dict.fromkeys([*fixes, *[_SUSPICIOUS_FIX] * bool(engine.suspicious)]))
 

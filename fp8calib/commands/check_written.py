@@ -53,7 +53,9 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
         except Refusal as refusal:
             faults[engine.release] = refusal.why
             continue
-        fault = next((each.why for each in report.verdicts if each.status is not Status.USED), None)
+        fault = next(
+            (each.why for each in report.slots.values() if each.status is not Status.USED), None
+        )
         if fault is None:
             return
         faults[engine.release] = fault

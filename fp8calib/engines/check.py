@@ -234,15 +234,14 @@ class _Check:
         """
         if self.reaches is not None:
             return mark_odd_scales(report, factor, reaches=self.reaches)
-        if not any(each.status is Status.USED for each in report.verdicts):
+        if not any(each.status is Status.USED for each in report.slots.values()):
             return report
         if not self.reads_weights:
             alone = suspect_odd_scales(report, factor, estimates={})
             # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
             # the Hub would have to be downloaded.
-            model = self.model
-            is_on_hub = any(find_ranged_file(model.path / file) for file in model.tensors)
-            if alone.suspicious == report.suspicious or is_on_hub:
+            files = (self.model.path / file for file in self.model.tensors)
+            if alone.suspicious == report.suspicious or any(map(find_ranged_file, files)):
                 return alone
         return suspect_odd_scales(report, factor, estimates=self._estimates)
 

@@ -122,7 +122,7 @@ def suspect_odd_scales(
     read; `factor` is as for `mark_odd_scales`.
     """
     used = _list_used(report, factor)
-    reaches = _match(used, estimates)
+    reaches = _match(used, estimates) if estimates else {}
     likely = {slot: reach.amax / E4M3FN.max for slot, reach in reaches.items()}
     found: dict[Slot, str] = {}
     for role in KV_ROLES:

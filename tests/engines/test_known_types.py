@@ -58,13 +58,15 @@ def test_a_field_that_the_class_reads_without_a_default_is_missed(
     zoo.save(family, tmp_path / "model")
     engines = ["vllm", "vllm==0.32", "sglang"]
     whole = fp8calib.check(tmp_path / "model", engine=engines).engines
-    assert "refused" not in {each.status for report in whole.values() for each in report.verdicts}
+    assert "refused" not in {
+        each.status for report in whole.values() for each in report.slots.values()
+    }
     change_config(tmp_path / "model", lambda config: config.pop(name))
     lacking = fp8calib.check(tmp_path / "model", engine=engines).engines
     for engine in ("vllm", "vllm==0.32"):
-        assert {each.status for each in lacking[engine].verdicts} == {"refused"}
-        assert f"config.json lacks {name}, " in lacking[engine].verdicts[0].why
-    assert "refused" not in {each.status for each in lacking["sglang"].verdicts}
+        assert {each.status for each in lacking[engine].slots.values()} == {"refused"}
+        assert f"config.json lacks {name}, " in lacking[engine].layers[0].k.why
+    assert "refused" not in {each.status for each in lacking["sglang"].slots.values()}
 
 
 def test_a_config_of_transformers_that_vllms_class_does_not_read_is_refused(
@@ -74,4 +76,4 @@ def test_a_config_of_transformers_that_vllms_class_does_not_read_is_refused(
     families.save("inkling_text", FAMILIES["inkling_text"], tmp_path / "model")
     reports = fp8calib.check(tmp_path / "model", engine=["vllm", "vllm==0.32"]).engines
     for report in reports.values():
-        assert "config.json lacks padded_vocab_size, " in report.verdicts[0].why
+        assert "config.json lacks padded_vocab_size, " in report.layers[0].k.why

@@ -144,7 +144,7 @@ class EngineReport(Frozen):
     @property
     def loads_without_kv(self) -> bool:
         """Whether the engine loads a checkpoint that asks for no FP8 KV cache."""
-        is_unscaled = all(verdict.status is Status.DEFAULTED for verdict in self.verdicts)
+        is_unscaled = all(verdict.status is Status.DEFAULTED for verdict in self.slots.values())
         return not self.asks_for_kv and bool(self.layers) and is_unscaled
 
     @property
@@ -152,7 +152,7 @@ class EngineReport(Frozen):
         """Why the engine cannot load the weights; empty if it can."""
         if self.weights is not None:
             return shorten(self.weights.why)
-        refused = (each.why for each in self.verdicts if each.status is Status.REFUSED)
+        refused = (each.why for each in self.slots.values() if each.status is Status.REFUSED)
         return shorten(next(refused, ""))
 
     @property
@@ -160,7 +160,7 @@ class EngineReport(Frozen):
         """Why it is not sure to load the weights and to use the KV scales; empty if ok."""
         if self.ok:
             return ""
-        unused = (each.why for each in self.verdicts if each.status is not Status.USED)
+        unused = (each.why for each in self.slots.values() if each.status is not Status.USED)
         doubts = (*self.unknown, *self.suspicious, *unused)
         return self.load_fault or shorten(next(iter(doubts), ""))
 
@@ -172,11 +172,6 @@ class EngineReport(Frozen):
             for layer in self.layers
             for role, verdict in ((Role.K, layer.k), (Role.V, layer.v))
         }
-
-    @property
-    def verdicts(self) -> list[LoadVerdict]:
-        """The same without their places."""
-        return list(self.slots.values())
 
     def give_names(self, other: EngineReport) -> EngineReport:
         """Return another report with what does not depend on what the engine does."""

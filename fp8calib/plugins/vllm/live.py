@@ -123,7 +123,7 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     named = {"engine": key.partition("==")[0], "version": ranks[0].version}
     result = CheckResult(engines={key: report.model_copy(update=named)})
     if not result.ok:
-        whys = (each.why for each in report.verdicts if each.status is not Status.USED)
+        whys = (each.why for each in report.slots.values() if each.status is not Status.USED)
         raise VerificationError(next(iter((*whys, *report.suspicious, *report.unknown))))
     return result
 
