@@ -28,12 +28,12 @@ RUN = [*sorted(zoo.ZOO), *FURTHER[::2], *in_minutes(*FURTHER[1::2])]
 
 @pytest.mark.parametrize("name", RUN)
 def test_every_architecture_gives_the_same_file(name: str, tmp_path: Path) -> None:
-    """Batches are padded, and hidden states wait in a file."""
+    """Batches are padded, hidden states wait in a file, and the ninth row is in the histograms."""
     MODELS[name](tmp_path / "model")
-    plan = make_plan(draw([7, 20, 13, 3, 20, 9, 20, 4, 11, 6], seed=9), packed=False)
+    plan = make_plan(draw([7, 20, 13, 3, 20, 9, 20, 4, 11], seed=9), packed=False)
     whole, streamed = (
         run_calibration(
-            tmp_path / "model", plan, batch_size=3, streamed=is_streamed, hidden_ram_bytes=0
+            tmp_path / "model", plan, batch_size=5, streamed=is_streamed, hidden_ram_bytes=0
         )[1]
         for is_streamed in (False, True)
     )

@@ -16,6 +16,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from tests import zoo
 from tests.doors import make_plan, run_calibration
+from tests.kit.minutes import in_minutes
 from tests.verification.by_hand import (
     BATCHES,
     FULL,
@@ -52,6 +53,8 @@ RECIPES = {
     "mxfp8": Recipe(lambda weight, _: cast_mx(weight), lambda _: cast_mx),
     "mxfp8-a16": Recipe(lambda weight, _: cast_mx(weight)),
 }
+DIFFERENT = ("fp8-dynamic", "fp8-block", "mxfp8")
+"""The weights of the others are those of one of these."""
 
 
 def assert_same(subject: Subject, emulation: Candidate, expected_model: PreTrainedModel) -> None:
@@ -72,7 +75,7 @@ def assert_same(subject: Subject, emulation: Candidate, expected_model: PreTrain
         assert float(wrong.mean()) < 0.05 * float(cost.mean())
 
 
-@pytest.mark.parametrize("scheme", RECIPES)
+@pytest.mark.parametrize("scheme", [*DIFFERENT, "w8a16", *in_minutes("mxfp8-a16")])
 def test_a_scheme_does_what_replacing_weights_and_inputs_does(
     subject: Subject, scheme: str
 ) -> None:
@@ -121,7 +124,9 @@ def largest_inputs(model: PreTrainedModel, batch: Any) -> dict[str, float]:
 STATIC_WEIGHTS = replace(SCHEMES["fp8-static"], inputs=InputScaling.NONE)
 
 
-@pytest.mark.parametrize("scheme", [*RECIPES, "fp8-static"])
+@pytest.mark.parametrize(
+    "scheme", [*DIFFERENT, "fp8-static", *in_minutes(*RECIPES.keys() - {*DIFFERENT})]
+)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
 def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_path: Path) -> None:
     """Larger than a block of 128 each way, the last one cut; at zero tolerance."""

@@ -70,7 +70,7 @@ def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measure
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model, _ = planted
-    outcome = plan(planted, tmp_path / "plan", "--max-bytes", 0.5, "--kv-tokens", 0)
+    outcome = plan(planted, tmp_path / "plan", "--max-bytes", 0.5, "--kv-tokens", 0, "--points", 0)
     assert outcome.code == 0, outcome.err
     found = outcome.json
     recipe = yaml.safe_load((tmp_path / "plan" / "recipe.yaml").read_text())
@@ -88,7 +88,7 @@ def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measure
 @pytest.fixture(scope="module")
 def measured(planted: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("measured") / "plan"
-    options = ("--scheme", "w8a16", "--passes", 200, "--points", 1)
+    options = ("--scheme", "w8a16", "--passes", 60, "--points", 1)
     assert plan(planted, out, "--max-bytes", 0.7, "--kv-tokens", 40, *options).code == 0
     return out
 
@@ -103,7 +103,7 @@ def test_another_budget_takes_what_was_measured(
         raise AssertionError("text is calibrated on")
 
     monkeypatch.setattr("fp8calib.commands.calibration_job.CalibrationJob.run", run_nothing)
-    options = ("--scheme", "w8a16", "--passes", 200, "--points", 0, "--kv-tokens", 40)
+    options = ("--scheme", "w8a16", "--passes", 60, "--points", 0, "--kv-tokens", 40)
     found = plan(planted, out, "--max-kld", 0.02, *options, "--resume").json
     (chosen,) = [point for point in found["frontier"] if point["is_chosen"]]
     assert found["searched_kld"] <= 0.02
@@ -143,7 +143,7 @@ def test_a_search_keeps_to_its_passes(
     limit = BUDGETS[key]
     options = (f"--{key.replace('_', '-')}", limit, "--passes", passes, "--kv-tokens", 40)
     with patch.object(score, "score", count):
-        found = plan(planted, tmp_path / "out", *options, "--points", 3).json
+        found = plan(planted, tmp_path / "out", *options, "--points", 1).json
     searched = counts[8 * LENGTH]
     uniform = sum(point["is_uniform"] for point in found["frontier"])
     assert found["passes"] == searched <= passes + score.count_in_rounds(uniform)
