@@ -160,7 +160,7 @@ def give_status(status: int) -> Callable[[Answer], None]:
 
 
 def stall(answer: Answer) -> None:
-    answer.pause_s = 0.8
+    answer.pause_s = 0.4
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_an_answer_that_is_not_what_was_asked_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if change is stall:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     hub.change = change
     message = fail(4, "check", ID)
     assert words in message

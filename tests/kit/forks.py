@@ -44,7 +44,8 @@ def start_fork(module: str, *arguments: object, **variables: object) -> subproce
                 sys.stdout.flush()
             except OSError:
                 code = 120  # as the interpreter does
-            time.sleep(0.3)  # an interpreter with torch takes that long to end
+            if "WORLD_SIZE" in os.environ:  # others still read the store of rank 0
+                time.sleep(0.3)  # an interpreter with torch takes that long to end
             os._exit(code if isinstance(code, int) else 1)
 
     return subprocess.Popen(

@@ -119,7 +119,7 @@ def test_all_codes_of_16_bits_are_rounded_as_torch_does(
     shape=st.tuples(
         st.integers(1, 2),
         st.sampled_from([1, 3]),
-        st.integers(1, 70),
+        st.integers(1, 40),
         st.sampled_from([1, 64, 200, 700, 1100]),
     ),
     seed=st.integers(0, 2**31),
