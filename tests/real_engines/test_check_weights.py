@@ -166,8 +166,9 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
     geometry = ModelGeometry(
         architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=(layer,)
     )
-    weights = describe({linear.module: (sum(rows), columns)}, "fp8-block")
-    return [each.why for each in list_block_findings("vllm", weights, geometry, tp)]
+    stored, group = describe({linear.module: (sum(rows), columns)}, "fp8-block")
+    stored.geometry = geometry
+    return [each.why for each in list_block_findings("vllm", stored, [group], tp)]
 
 
 FINER = """
@@ -190,11 +191,8 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
     for case, expected in zip(cases, ask_vllm(FINER, cases), strict=True):
         tp, rank, hidden = case
         linears = {"model.layers.0.mlp.experts.0.gate_proj": (rank * tp, hidden)}
-        weights = describe(linears, "fp8-block", dialect="autofp8", kind="experts")
-        geometry = ModelGeometry(
-            architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
-        )
-        faults = [*list_block_findings("vllm", weights, geometry, tp, repeats_scales=True)]
+        stored, group = describe(linears, "fp8-block", dialect="autofp8", kind="experts")
+        faults = [*list_block_findings("vllm", stored, [group], tp, repeats_scales=True)]
         assert all(each.status in (Status.USED, Status.REFUSED) for each in faults)
         finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
         assert finer == ([True] if expected else []), case
