@@ -32,19 +32,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(name="kernels_do_nothing")
-def _kernels_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the launches of our kernels alone: their interpreter is slow."""
-    if not HAS_KERNELS:
-        pytest.skip("Triton is in the extra `test`")
-    kernels = import_module("fp8calib.calibration.kernels")
-    monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
+def quicken(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let our kernels do nothing in a llama: their interpreter is slow.
+
+    In other families their values choose experts, and so decide what is launched.
+    """
+    if family == "llama":
+        kernels = import_module("fp8calib.calibration.kernels")
+        monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
 
 
-@pytest.mark.usefixtures("kernels_do_nothing")
+@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
 @pytest.mark.parametrize("family", ["llama", *in_minutes(*OTHERS)])
-def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(family: str) -> None:
+def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In llama a tensor takes one kernel, and all sites share those that update the statistics."""
+    quicken(family, monkeypatch)
     ((_, work, emulations),) = count_all([family], seq_len=128)
     assert 0 < work.observation.launches <= 0.18 * work.decoder.launches
     assert work.with_histograms.launches <= 0.18 * work.decoder.launches
@@ -60,12 +64,15 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(fami
         assert work.observation.launches == 4 * 6 + 4
 
 
-@pytest.mark.usefixtures("kernels_do_nothing")
+@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
 @pytest.mark.parametrize(
     ("family", "per_layer"), [("llama", 0), pytest.param("mixtral", 8, marks=takes_minutes)]
 )
-def test_emulation_of_a_padded_batch_adds_as_few(family: str, per_layer: int) -> None:
+def test_emulation_of_a_padded_batch_adds_as_few(
+    family: str, per_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens that are no padding are numbered once, and sorted rows of experts in each layer."""
+    quicken(family, monkeypatch)
     model = zoo.build(family).to(torch.bfloat16)
     names = {name: name for name, _ in model.named_parameters()}
     geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
