@@ -19,7 +19,7 @@ from tests.real_engines.vllm_job import PYTHON, VllmServer
 
 
 def ask(folder: Path, tp: int) -> LoaderAnswer:
-    return ask_loader(folder, PYTHON, has_kv=True, tp=tp)
+    return ask_loader(folder, PYTHON, has_kv=True, tp=tp, trusts_code=False)
 
 
 def check(folder: Path, tp: int) -> EngineReport:
