@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.facts.release import VLLM_RUN
+from fp8calib.engines.facts.release import PLACELESS, VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.loaded_scales import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
-from fp8calib.engines.vllm.names import PLACELESS, WeightLoader
+from fp8calib.engines.vllm.names import WeightLoader
 from tests.formats.handmade import make_attention, make_geometry
 
 PATH = "model.layers.0.self_attn"

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
+from fp8calib.engines.facts.release import PLACELESS, SGLANG_RELEASES, Release
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.sglang.linears import SglangReader
-from fp8calib.engines.sglang.replay import PLACELESS
 from fp8calib.model.geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,

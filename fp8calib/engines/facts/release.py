@@ -126,6 +126,7 @@ ADDED_ROOTS = "root that the loader of this model type adds to a name without on
 BFLOAT16_TYPES = "served in bfloat16 where the checkpoint is in float16"
 QUERY_GPUS = "Triton backend quantizes q on"
 OWN_TYPES = "newer types of models whose configs it has itself"
+PLACELESS = "attention of this model type has no parameters for KV scales"
 
 
 @cache

@@ -153,7 +153,7 @@ def note_drafter(
     `given_by` are the parts of the engine that give the drafter the model's scales.
     """
     is_scaled = any(one.status is Status.USED and one.value != 1.0 for one in report.slots.values())
-    if geometry.model_type not in release.list_values(_READS) or not is_scaled:
+    if not release.has(_READS, geometry.model_type) or not is_scaled:
         return report
     but = f"; only {', '.join(given_by)} gives it the scales" if given_by else ""
     note = (

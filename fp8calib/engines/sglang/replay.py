@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from fp8calib.engines.engine import SCALE_FACTOR
-from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
+from fp8calib.engines.facts.release import PLACELESS, SGLANG_RELEASES, Release
 from fp8calib.engines.replay.declared import (
     METHODS_FIX,
     amend_for_dtype,
@@ -30,7 +30,6 @@ _CLASS = "class"
 """Without a class SGLang runs transformers' code, whose attention has no parameters of its own
 (`models/transformers.py`)."""
 _PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
-PLACELESS = "attention of this model type has no parameters for KV scales"
 _MAPS_NAMES = "loader of this model type maps the names of KV scales (maybe_remap_kv_scale_name)"
 """Its attention gets a folder's `k_scale`."""
 _IS_STRICT = "loader of this model type raises an error for a name without a parameter"
@@ -117,7 +116,7 @@ def replay_sglang(
     report = note_drafter(report, geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""
-    if NVFP4_CACHE in release.list_values("--kv-cache-dtype"):
+    if release.has("--kv-cache-dtype", NVFP4_CACHE):
         (factor,) = release.list_values(SCALE_FACTOR)
         nvfp4 = f"these are global scales of --kv-cache-dtype nvfp4, multiplied by {factor}"
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
@@ -131,7 +130,7 @@ def find_sglang_type(geometry: ModelGeometry, release: Release) -> str:
 def has_class(architecture: str, release: Release) -> bool:
     """Tell whether a release is not older than a model's class."""
     is_later = bool(release.begins[_CLASS].get(architecture))
-    return not is_later or architecture in release.list_values(_CLASS)
+    return not is_later or release.has(_CLASS, architecture)
 
 
 _Fault = tuple[str, str]
@@ -225,13 +224,13 @@ def _inner_path(attention: Attention) -> str:
 
 def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     """Give the name of the parameter that `load_weights` of a model looks for, or "" for none."""
-    if model_type in release.list_values(_LOSES):
+    if release.has(_LOSES, model_type):
         return ""
-    if model_type in release.list_values(_MAPS_NAMES):
+    if release.has(_MAPS_NAMES, model_type):
         parsed = parse_name(name)
         fused = _FUSED_BEFORE.get(model_type, ())  # such a name is lost before it can be remapped
         return name if parsed is not None and parsed.spelling in fused else _remap(name)
-    maps_plain = release.has(_PLAIN_FACT) and model_type in release.list_values(_MAPS_PLAIN)
+    maps_plain = release.has(_PLAIN_FACT) and release.has(_MAPS_PLAIN, model_type)
     inner = release.find_value(_MAPS_MODELOPT, model_type)
     for role in KV_ROLES:
         modelopt, plain = f".{role}_proj.{role}_scale", f".self_attn.{role}_scale"

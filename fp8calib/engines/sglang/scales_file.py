@@ -69,7 +69,7 @@ def replay_sglang_json(
     # multimodal classes read none
     is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
     has_own = has_class(geometry.architecture, release) and not is_wrapped
-    if not has_own or geometry.model_type not in release.list_values(_READS_FILE):
+    if not has_own or not release.has(_READS_FILE, geometry.model_type):
         owner = f"{release.title}'s {find_sglang_type(geometry, release)}"
         why = f"{owner} reads no file of scales: RuntimeError at start"
         raise Refusal(why, fix=_OVERLAY_FIX)

@@ -120,7 +120,7 @@ class VllmReader(LinearReader):
         if self.method == "auto-round":
             # which experts the release loads: inc/schemes/, run in 0.32.0
             what = "MXFP8" if found.is_mx else "FP8 in blocks"
-            is_read = f"experts of {what}" in self.release.list_values(ACCEPTED)
+            is_read = self.release.has(ACCEPTED, f"experts of {what}")
             if group.kind == "experts" and not is_read:
                 why = f"{self.release.title} loads no experts in {what} of auto-round"
                 raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)

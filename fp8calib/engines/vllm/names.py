@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
 
-from fp8calib.engines.facts.release import ADDED_ROOTS, Release
+from fp8calib.engines.facts.release import ADDED_ROOTS, PLACELESS, Release
 from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.kv_method import KvMethod
@@ -26,7 +26,6 @@ from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.model.module_paths import split_expert
 
-PLACELESS = "attention of this model type has no parameters for KV scales"
 WRAPPERS = "class with other inputs beside text"
 _SKIPPED_ROOTS = "loader of this model type skips names that begin with"
 _FUSES_LENIENTLY = (
@@ -110,7 +109,7 @@ def find_loader(model_type: str, release: Release) -> LoaderKind:
     """Find the loader of vLLM's class for a model type; BACKEND where it has none."""
     native = (kind for kind in LoaderKind if kind is not LoaderKind.BACKEND)
     for kind in native:
-        if model_type in release.list_values(f"loader of this model type is {kind}"):
+        if release.has(f"loader of this model type is {kind}", model_type):
             return kind
     return LoaderKind.BACKEND
 
@@ -142,7 +141,7 @@ class WeightLoader:
         self._skipped_root = release.find_value(_SKIPPED_ROOTS, geometry.model_type)
         if geometry.is_wrapped:
             self._skipped_root = ""
-            if geometry.architecture not in release.list_values(WRAPPERS):
+            if not release.has(WRAPPERS, geometry.architecture):
                 self._kind = LoaderKind.BACKEND
             elif self._kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST):
                 self._kind = LoaderKind.NAMES_FIRST

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
+from fp8calib.engines.facts.release import BFLOAT16_TYPES, PLACELESS, QUERY_GPUS, VLLM_RUN, Release
 from fp8calib.engines.numerics import find_served_dtype
 from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
@@ -37,7 +37,6 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.names import (
     NAMES_FIX,
-    PLACELESS,
     WRAPPERS,
     LoaderKind,
     WeightLoader,
@@ -123,9 +122,9 @@ def _has_class(geometry: ModelGeometry, release: Release) -> bool:
     """Check whether a release has the class of a model; if not, it may run transformers'."""
     name = geometry.architecture
     if name in release.begins[_CLASS]:
-        return name in release.list_values(_CLASS)
+        return release.has(_CLASS, name)
     is_native = find_loader(geometry.model_type, release) is not LoaderKind.BACKEND
-    return is_native or name in release.list_values(WRAPPERS)
+    return is_native or release.has(WRAPPERS, name)
 
 
 def replay_vllm(
@@ -147,7 +146,7 @@ def replay_vllm(
     # model whose own class came later.
     first = release.begins[_CLASS].get(geometry.architecture)
     is_later = bool(first) and not release.has(_BACKEND_PLACES)
-    is_dropped = geometry.model_type in release.list_values(_UNSTARTED)
+    is_dropped = release.has(_UNSTARTED, geometry.model_type)
     if (is_later or is_dropped) and not _has_class(geometry, release):
         why = f"{release.title} does not run {geometry.model_type}"
         fix = "use another engine"
@@ -228,7 +227,7 @@ class _Replay:
         report = note_drafter(report, geometry, release, given_by=given_by)
         if not self._on_gpus:
             return amend_for_dtype(report, self._folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
-        has_nvfp4 = NVFP4_CACHE in release.list_values("--kv-cache-dtype")
+        has_nvfp4 = release.has("--kv-cache-dtype", NVFP4_CACHE)
         return amend_for_dtype(
             report,
             self._folder,
