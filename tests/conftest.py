@@ -4,8 +4,6 @@ They import torch and the package where a test runs: the process that only hands
 use for them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import defaultdict

@@ -4,8 +4,6 @@ Beside these functions they use the command line, the functions of `fp8calib` an
 Whoever moves code behind a door changes this file and none of their tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Int4 checkpoints as compressed-tensors stores them, made with numpy and loops."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ways to break a valid scales file, by a seeded generator: bytes, JSON, headers, whole folders."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

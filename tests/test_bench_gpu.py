@@ -1,7 +1,5 @@
 """`scripts/bench --gpu` on the CPU, with a tiny model: its own logic."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Each kind of error has the exit code of the contract."""
 
-from __future__ import annotations
-
 from fp8calib.errors import (
     CalibrationError,
     DataError,

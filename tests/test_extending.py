@@ -1,7 +1,5 @@
 """The examples of docs/extending.md, executed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The order of the packages, and the libraries that each of them may import."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil

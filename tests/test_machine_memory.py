@@ -1,7 +1,5 @@
 """Memory and processors that a process may use, computed from kernel files written by hand."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

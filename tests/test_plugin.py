@@ -1,7 +1,5 @@
 """Plug-ins are found by entry points, or in the tree's own folder, and one that fails is named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

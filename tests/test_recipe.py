@@ -1,7 +1,5 @@
 """Recipes are parsed and checked, their patterns resolved, and shipped ones found."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8calib.commands.options import describe_recipes

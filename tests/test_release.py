@@ -4,8 +4,6 @@ The wheel is built from the source archive and installed in an empty environment
 those of the environment that runs the tests, through a .pth file: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A field of a request is the only declaration of an option."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -1,7 +1,5 @@
 """The scripts are consistent, and no tracked file contains a path of one machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

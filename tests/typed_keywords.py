@@ -3,8 +3,6 @@
 mypy refuses a `type: ignore` that is not needed, so each of these lines has to be an error.
 """
 
-from __future__ import annotations
-
 from typing import assert_type
 
 import fp8calib

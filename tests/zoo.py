@@ -1,7 +1,5 @@
 """Tiny random models of every architecture that the project names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fp8calib.calibrate`: the bytes of the command line, and a model in memory left as it was."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

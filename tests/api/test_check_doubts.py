@@ -1,7 +1,5 @@
 """What `check` cannot tell without the engine: it is unknown, and neither a fault nor ok."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`report.json` and `verify --json` say what was measured on what, with hashes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """A function returns what its command prints with `--json`."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import re

@@ -1,7 +1,5 @@
 """`verify`, `quantize`, `export` and `check` beside the commands of the same names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of further families, by what each needs besides the common sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

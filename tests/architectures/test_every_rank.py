@@ -1,7 +1,5 @@
 """Per-rank scales of every architecture, from weights on disk cut by hand as engines cut them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Families that are not understood are refused in a message that names the reason."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Calibrating changes nothing a model computes, whatever happens on the way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """The order of rows in fused q/k/v weights, seen by silencing one head at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Types of models whose configs and forwards are not like others: the whole way through."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that see: the text decoder is calibrated, the rest is listed, names are those on disk."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

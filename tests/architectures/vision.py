@@ -1,7 +1,5 @@
 """Tiny configs that tests of several models share: vision towers, positions with several axes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 VISION: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Compile the kernels for GPUs that this machine need not have; Triton brings the assembler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

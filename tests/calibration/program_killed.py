@@ -4,8 +4,6 @@ The last one prints its process id and sleeps; meanwhile the others compute, or 
 as the argument says.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

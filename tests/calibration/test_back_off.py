@@ -1,7 +1,5 @@
 """Batches that do not fit into memory are halved, and no sequence counts twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

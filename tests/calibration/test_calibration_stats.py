@@ -1,7 +1,5 @@
 """Statistics on disk: the same bytes for the same values, and nothing damaged is believed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The simulated GPUs refuse a read that does not wait for its copy, and memory that is freed in use.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

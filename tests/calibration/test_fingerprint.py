@@ -1,7 +1,5 @@
 """Fingerprints: of the weights, not of their files."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

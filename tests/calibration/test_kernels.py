@@ -1,7 +1,5 @@
 """The kernel of calibration, in Triton's interpreter, against torch's operations: bit for bit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How many kernels observation adds to a forward pass, on simulated GPUs."""
 
-from __future__ import annotations
-
 import shutil
 from importlib import import_module
 from pathlib import Path

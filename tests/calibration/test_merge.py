@@ -1,7 +1,5 @@
 """Joining parts: sums and maxima typed by hand, and every set of parts that is none."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

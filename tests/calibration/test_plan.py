@@ -1,7 +1,5 @@
 """The plan of a run: its sizes against sums by hand, and its refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

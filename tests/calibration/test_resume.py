@@ -1,7 +1,5 @@
 """Runs that are ended at any point: the next one resumes, and the final file is the same."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A streamed model gives the statistics of the whole one, byte for byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures of the checkpoint tests."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

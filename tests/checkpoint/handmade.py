@@ -1,7 +1,5 @@
 """Checkpoint files built by hand, byte for byte."""
 
-from __future__ import annotations
-
 import json
 import struct
 

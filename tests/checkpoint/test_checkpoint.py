@@ -1,7 +1,5 @@
 """Checkpoints of one file and of several, read as safetensors reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

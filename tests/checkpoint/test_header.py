@@ -1,7 +1,5 @@
 """Headers too large for a line of `tests/cli/refusals.tsv`, which has the other broken ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Links are followed within a folder and into the Hugging Face cache, and nowhere else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Atomic folders and files: complete or absent, whatever fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

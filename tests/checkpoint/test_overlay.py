@@ -1,7 +1,5 @@
 """Overlays of one-file and sharded sources, loaded by transformers and by safetensors."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A later run continues an interrupted one; two runs never use a folder at the same time."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

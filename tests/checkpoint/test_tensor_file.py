@@ -1,7 +1,5 @@
 """Single files: every dtype, rows, samples, memory, and equal bytes for equal tensors."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run the program under test in this process, and inspect its outputs."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

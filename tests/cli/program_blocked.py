@@ -4,8 +4,6 @@ No Python signal handler runs there. Run `python -m tests.cli.program_blocked` i
 `python -m fp8calib`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

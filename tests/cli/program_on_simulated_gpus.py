@@ -3,8 +3,6 @@
 Run `python -m tests.cli.program_on_simulated_gpus` instead of `python -m fp8calib`.
 """
 
-from __future__ import annotations
-
 from fp8calib.cli import main
 from tests.simulated_gpus import simulated_gpus
 

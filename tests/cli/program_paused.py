@@ -4,8 +4,6 @@ Run `python -m tests.cli.program_paused` instead of `python -m fp8calib`, so tha
 run in the middle without racing against its end.
 """
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

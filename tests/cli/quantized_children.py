@@ -1,7 +1,5 @@
 """Quantized checkpoints of the llama of `tests/foreign`, as tools and `quantize` write them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

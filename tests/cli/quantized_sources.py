@@ -1,7 +1,5 @@
 """KV scales of the tiny llama in the format of every tool, written by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`auto`: what it writes, what it keeps, and that it says what `verify` says of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`calibrate`: what it writes, what it prints, and what every option changes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

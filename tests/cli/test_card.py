@@ -1,7 +1,5 @@
 """The README.md of written checkpoints: front matter and commands."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

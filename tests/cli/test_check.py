@@ -1,7 +1,5 @@
 """`fp8calib check`: its contract, our own exports by docs/formats.md, and models of its own."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

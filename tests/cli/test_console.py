@@ -1,7 +1,5 @@
 """What is printed while a command runs."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from io import StringIO

@@ -1,7 +1,5 @@
 """Forms of data: saved datasets, named columns, and what is shown of the rows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`dequantize`: bytes against a brute force, files, messages, interruptions, KV scales."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What `calibrate` says of experts: how many tokens each got, and which got none."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`export` and `show`: from a stats file alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

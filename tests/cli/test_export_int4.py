@@ -1,7 +1,5 @@
 """`export --format rfc --with-weights` of int4 checkpoints: the same numbers, in FP8."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`export --format rfc --with-weights`: the weights of every rank, cut and quantized by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

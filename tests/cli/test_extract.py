@@ -1,7 +1,5 @@
 """`extract-kv-scales`: from every tool's scales to every form, beside the unquantized model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

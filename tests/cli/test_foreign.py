@@ -1,7 +1,5 @@
 """The commands take what llm-compressor, ModelOpt and Quark really write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

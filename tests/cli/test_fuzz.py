@@ -4,8 +4,6 @@ Some forty cases by default, the same ones every time. `FP8CALIB_FUZZ_SECONDS=60
 new ones for so long; `FP8CALIB_FUZZ_SEED=N` begins at another one (scripts/fuzz does both).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The program on GPUs: real ones where the machine has them, else simulated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """KV scales are added to every form of quantized model, and to no other model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the parser does: help, version, and its own errors in the program's form."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

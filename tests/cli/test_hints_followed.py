@@ -6,8 +6,6 @@ after = leaves an alternative out. `{name}` is a place of `places.MAKERS`, `{out
 free. `hints_not_run.txt` has the others, under the reason why they are not followed.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

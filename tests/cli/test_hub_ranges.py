@@ -1,7 +1,5 @@
 """Check and extract-kv-scales with a Hub id: they download what they read, and notice lies."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`--layer-scheme`, `layer_schemes` in recipes and in Python: one checkpoint, several schemes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Every dialect is converted to every other one. FP8CALIB_WRITE_README=1 in the en
 tables again.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

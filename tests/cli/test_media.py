@@ -1,7 +1,5 @@
 """Commands on rows with media; what is refused of rows is in `refusals.tsv`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`--memory`: a model that does not fit is streamed, and the files are the same."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

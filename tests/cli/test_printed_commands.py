@@ -1,7 +1,5 @@
 """Every command that an answer, a card or a recipe prints is run as it is printed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What only a process of its own can show: imports, signals, pipes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """`quantize`: the command, its words and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

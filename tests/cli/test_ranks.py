@@ -1,7 +1,5 @@
 """`calibrate` in several processes: the file is that of one process, a failed peer is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

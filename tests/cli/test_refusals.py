@@ -5,8 +5,6 @@ the command, and parts of message and hint. `{name}` is a place of `places.MAKER
 file that is written, `{damaged}` a copy of a place with one change.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

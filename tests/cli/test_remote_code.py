@@ -1,7 +1,5 @@
 """Code that comes with a checkpoint runs only on request."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`calibrate --resume` after a process was interrupted or killed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

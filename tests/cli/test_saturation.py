@@ -1,7 +1,5 @@
 """Shares of the final amax, with numbers computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`fp8calib show` on files of strangers: every number as it stands there, or one error."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

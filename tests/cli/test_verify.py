@@ -1,7 +1,5 @@
 """`verify`: what it prints and writes, gates, and candidates that are refused alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Every accepted form of an image and a sound, against what was drawn or written."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Rows with media in a plan: the fingerprint names what was planned, so nothing else is run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

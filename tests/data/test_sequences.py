@@ -1,7 +1,5 @@
 """Plans: which sequences, in which batches, with which fingerprint and warnings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

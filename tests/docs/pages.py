@@ -1,7 +1,5 @@
 """Read the pages of the documentation, and the commands in them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ The commands of a page run in order in one folder. The models, texts and scales 
 there under the same paths, but tiny.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pkgutil

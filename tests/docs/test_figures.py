@@ -4,8 +4,6 @@ Figures and their errors are read from the page. A figure may be three standard 
 difference away, because another version of Python brings another text.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The pages are complete, short where promised, and linked."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/reference.md lists every command, option, recipe and key; so does the page of Python."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY

@@ -1,7 +1,5 @@
 """The documentation site builds without a warning and without a network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

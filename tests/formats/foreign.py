@@ -1,7 +1,5 @@
 """Files that real tools wrote for tiny models (`scripts/regenerate-fixtures`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -4,8 +4,6 @@
 auto_round`, others of its schemes, and `--scheme FPW8A16` (alone).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Geometries and statistics written by hand, whose scales are exact binary fractions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scales by rule: which magnitudes a rule moves, and which it leaves as they are."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Scales brought to other formats, ranks and heads, with numbers worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Read what llm-compressor, ModelOpt and Quark really write."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

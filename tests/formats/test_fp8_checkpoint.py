@@ -1,7 +1,5 @@
 """FP8 checkpoints of every tool, made by hand, read as numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FP8 checkpoints that compressed-tensors wrote, read as compressed-tensors and transformers do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

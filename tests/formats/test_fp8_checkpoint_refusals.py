@@ -1,7 +1,5 @@
 """A fault in an FP8 checkpoint is one error that names the file and the tensor."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """For any bytes, a reader returns scales or raises one ModelError."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Readers read only the headers and scales of a checkpoint, never its weights."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

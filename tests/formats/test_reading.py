@@ -5,8 +5,6 @@ rank files with the scales of their layers, and tensors beside the right ones (n
 number, or dtype, shape and values).
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Mapping

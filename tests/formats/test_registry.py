@@ -1,7 +1,5 @@
 """Write several formats at once, and refuse what cannot be written."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

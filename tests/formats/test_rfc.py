@@ -1,7 +1,5 @@
 """The RFC's JSON: every number typed by hand (`rfc_expected.json`) from `handmade`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scales written in any dialect read back equal, as far as the dialect can hold them."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path

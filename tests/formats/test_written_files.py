@@ -1,7 +1,5 @@
 """Written files of scales: their bytes, and what json and transformers read of them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints drawn by the generator of the engine tests, undamaged and damaged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

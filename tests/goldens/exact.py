@@ -3,8 +3,6 @@
 It imports the product through `tests.doors` and the command line alone, since it runs on old trees.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """What is read of other tools' checkpoints: the scales of K and V, and what `check` says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Random floats differ between processors (AVX2, AVX-512), random integers do not.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ An entry is a feature, a case and a key with its value. Values are the same on e
 those of the features in `NEAR`: a forward pass decides them, and they hold to six digits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -4,8 +4,6 @@
 line that says what changed and why.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What torch's allocator hands out on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate

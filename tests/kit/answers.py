@@ -5,8 +5,6 @@ checkpoints. What it answers depends on files and the model's geometry alone, an
 meta device, of which a geometry is read, on the config.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

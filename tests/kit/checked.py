@@ -1,7 +1,5 @@
 """What a command says of the checkpoints that it wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Change the files of a checkpoint folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

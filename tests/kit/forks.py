@@ -4,8 +4,6 @@ That takes them seconds in a process of their own. What is about imports, memory
 such a process all the same.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """What GPU kernels of an engine are given: the same numbers on every machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

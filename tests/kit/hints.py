@@ -1,7 +1,5 @@
 """Follow a hint as a patient reader would: read what it says to type, and change the command."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A Hub on this machine: the parts of its HTTP API that downloads use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tests that take minutes: `scripts/test-engines` runs them, `scripts/test` does not."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

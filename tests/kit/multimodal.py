@@ -1,7 +1,5 @@
 """Tiny random models that see or hear, with their own processors, written as checkpoint folders."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The kinds of `multimodal`: what the config and the processor of each model type need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What `check` tells of the numbers that an engine holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

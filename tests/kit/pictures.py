@@ -1,7 +1,5 @@
 """What a run could leave behind in a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose needs are planted, and the text that they write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports of `verify` by hand, whose figures a test changes where they matter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fp8calib.verification.report import (

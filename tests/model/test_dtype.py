@@ -1,7 +1,5 @@
 """The dtype a forward pass runs in, decided from the processor's flags and from memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

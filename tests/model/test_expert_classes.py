@@ -1,7 +1,5 @@
 """Stacks of experts, and buffers, as transformers' class of the model has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Experts stacked on disk: what is taken out of them, against transformers and by brute force."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The size of a KV cache, from a geometry and from a config."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8calib.model.kv_bytes import estimate_kv_bytes

@@ -1,7 +1,5 @@
 """The rows of common models beside what the libraries say of drawn configs."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

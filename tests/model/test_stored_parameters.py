@@ -1,7 +1,5 @@
 """Checkpoints that hold more or less than the model of their config: whole and streamed alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What each rank owns, typed by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8calib.errors import UsageError

@@ -1,7 +1,5 @@
 """Magnitudes of activations against numpy, in every dtype a model may run in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

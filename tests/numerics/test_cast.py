@@ -1,7 +1,5 @@
 """Formats and exact casts, against ml_dtypes, torch, and a search that shares no code with them."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from functools import cache

@@ -1,7 +1,5 @@
 """Codes of rows, against ml_dtypes, numpy, and the exact cast of `fp8.cast`."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Histograms of magnitudes: against numpy, and at edges computed by hand."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What histograms tell about scales: by hand, and against casts of the raw values by ml_dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

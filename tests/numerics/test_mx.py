@@ -1,7 +1,5 @@
 """MXFP8: blocks of 32 values with an exponent, against other implementations and by hand."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Rules: read, worked by hand on tiny histograms, and against casts of the raw values."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 On a CPU torch computes it in fp32 from the codes; where there is a GPU, its tensor cores do.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

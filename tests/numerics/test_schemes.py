@@ -1,7 +1,5 @@
 """The scheme records: which is nearest to a stored linear."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8calib.errors import UsageError

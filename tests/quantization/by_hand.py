@@ -3,8 +3,6 @@
 This module shares no code with the product.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

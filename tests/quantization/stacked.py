@@ -1,7 +1,5 @@
 """Tiny models whose experts are stacked on disk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

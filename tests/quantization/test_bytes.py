@@ -1,7 +1,5 @@
 """The bytes of FP8 checkpoints against numpy and ml_dtypes, from models of no known class."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

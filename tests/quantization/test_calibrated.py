@@ -1,7 +1,5 @@
 """Input and KV scales of FP8 checkpoints, against inputs captured by brute force."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Names, shapes and configs of the three forms, against what their own readers expect."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

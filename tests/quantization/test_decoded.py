@@ -1,7 +1,5 @@
 """Quantized checkpoints that are decoded while they are read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

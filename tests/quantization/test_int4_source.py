@@ -1,7 +1,5 @@
 """Int4 weights read back: against a packer made of loops, and against compressed-tensors itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of several schemes, read as compressed-tensors itself and the engines read them."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

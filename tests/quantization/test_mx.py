@@ -1,7 +1,5 @@
 """MXFP8 checkpoints: bytes against llm-compressor's and ModelOpt's own, reading, conversion."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that are interrupted or killed, and what the next one makes of what they left."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -5,8 +5,6 @@ leave by default, pattern by pattern: nvidia-modelopt 0.47.0, auto-round 0.16.1,
 0.14.0.1, compressed-tensors 0.20.0, and llm-compressor's FP8 examples at commit ab1ba3ef.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """FP8 checkpoints in transformers, which must compute what the emulation predicts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

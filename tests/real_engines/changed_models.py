@@ -1,7 +1,5 @@
 """Changed copies of a Llama whose function is the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ A fact is a line of `fp8calib.engines.facts.classes`; its values are the archite
 is true.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

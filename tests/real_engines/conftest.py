@@ -1,7 +1,5 @@
 """Real engines, in environments that `scripts/test-engines` makes; `scripts/test` skips them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models, calibrated by the program itself, and the scales its files hold."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -5,8 +5,6 @@ Runs in an environment with vLLM, on a Hopper GPU, with the repository as its fo
 the emulation.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any

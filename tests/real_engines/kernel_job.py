@@ -7,8 +7,6 @@ token. FOLDER has files of SGLang. What is stored rotated stays so: K of turboqu
 K and V of INT4, which are given rotated.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -3,8 +3,6 @@
 Scores texts and lets the model continue one, unquantized and under emulation.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The source files of a release of an engine, out of its wheel; nothing of it is imported."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

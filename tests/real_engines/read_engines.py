@@ -5,8 +5,6 @@ known one again. Facts that no probe reads stay as they are; what they cite is c
 release before, and printed where it has changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -4,8 +4,6 @@ The modules of `layers/quantization/` are executed without their imports. What t
 each other is a `Marker`, a class that remembers with which arguments it was called.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -5,8 +5,6 @@ of a class that is built here. What of them fills a linear is told by the names 
 joins, and where it renames more, by the texts that its module replaces.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

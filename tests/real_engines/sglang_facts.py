@@ -1,7 +1,5 @@
 """What `scripts/read-engines` reads of a release of SGLang."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

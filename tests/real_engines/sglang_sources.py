@@ -1,7 +1,5 @@
 """The source files of SGLang: of the newest release, or of that which a process is started for."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -4,8 +4,6 @@ What is opened of a package is kept (`sglang_sources.py`), so that each release 
 own: `python -m tests.real_engines.sglang_survey` prints as JSON what `survey_release` gives.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -3,8 +3,6 @@
 `tests/engines/test_check_sweep.py` has the families that are tried by default.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

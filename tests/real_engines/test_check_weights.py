@@ -1,7 +1,5 @@
 """What `check` says of FP8 weights is what vLLM's loader does: right, wrong, or not at all."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

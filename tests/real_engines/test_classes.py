@@ -1,7 +1,5 @@
 """The map of classes is what vLLM's classes create."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

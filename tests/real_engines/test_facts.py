@@ -1,7 +1,5 @@
 """What the files of facts say is what the engines' packages show."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.real_engines.package import UnavailableError

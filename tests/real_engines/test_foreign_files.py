@@ -1,7 +1,5 @@
 """What `check` says of files that tools really wrote is what vLLM does on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

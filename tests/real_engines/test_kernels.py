@@ -1,7 +1,5 @@
 """Emulated cache types against the kernels of vLLM and SGLang, run by Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 With FP8CALIB_RECORD=1 what the ranks answered is written for `tests/plugins/vllm`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """lm-evaluation-harness on a model under `fp8calib.emulate`, in an environment of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

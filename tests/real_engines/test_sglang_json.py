@@ -1,7 +1,5 @@
 """What `check` says of a JSON file is what SGLang's own loader returns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `check` says of SGLang's older releases is what the code of each release does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Its attention does not compute with these numbers.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 

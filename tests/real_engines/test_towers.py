@@ -1,7 +1,5 @@
 """What `check` and `vllm check` say of models with towers, beside vLLM's loader."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration inside vLLM against our own run of the same model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ vLLM's CPU build has kernels for INT4 and INT8 weights of compressed-tensors wit
 other forms go through its weight loader alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

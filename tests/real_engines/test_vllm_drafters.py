@@ -1,7 +1,5 @@
 """Drafters that vLLM runs beside a model: their attention layers are sites of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ differ in the last bit of fp32 store different codes here and there, and drift a
 layer. The emulation with another attention kernel correlates 0.96 to 0.97 with itself on prose.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import os

@@ -1,7 +1,5 @@
 """vLLM still answers as recorded; with FP8CALIB_RECORD set, its answers are written instead."""
 
-from __future__ import annotations
-
 import json
 import os
 

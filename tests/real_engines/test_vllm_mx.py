@@ -1,7 +1,5 @@
 """MXFP8 in vLLM for CPUs, with its emulation kernel, which its build looks for on GPUs alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

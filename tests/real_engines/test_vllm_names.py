@@ -1,7 +1,5 @@
 """Which names of scales stop vLLM's weight loader is what `check` says, name by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What differs between the releases of vLLM, by the code of each."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """`vllm check`: the loader as rank r of N, in one process, holds what a server's ranks hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fp8calib server` asks real vLLM over HTTP, and tells planted faults from each other."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

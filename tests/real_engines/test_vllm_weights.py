@@ -4,8 +4,6 @@ The vision-language families with stacks of experts want torchvision, which vLLM
 lacks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext

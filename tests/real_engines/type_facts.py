@@ -1,7 +1,5 @@
 """Which transformers a release demands, and which types of models it knows beside transformers."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

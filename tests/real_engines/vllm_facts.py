@@ -1,7 +1,5 @@
 """What `scripts/read-engines` reads of a release of vLLM."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping

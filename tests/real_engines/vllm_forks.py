@@ -5,8 +5,6 @@ functions below, and `result`, the file for the answer. Where there is none, a t
 has the error and the engine's line. A line on stdout says that a job is done.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The caller's side of the workers that run in vLLM's environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Functions of vLLM's releases, taken out of their files with stubs for what they call."""
 
-from __future__ import annotations
-
 import ast
 import logging
 from collections.abc import Callable, Mapping

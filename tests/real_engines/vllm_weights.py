@@ -7,8 +7,6 @@ runs the model to embed text. No kernel is looked for: the CPU build has none fo
 without AMX and none for FP4, and experts keep the form in which they were loaded.
 """
 
-from __future__ import annotations
-
 import tempfile
 import traceback
 from pathlib import Path

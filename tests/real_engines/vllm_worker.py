@@ -5,8 +5,6 @@ Runs in vLLM's own environment. JOB lists engines, one after another in a fork e
 that does not start is its error. The caller's side is `vllm_job.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

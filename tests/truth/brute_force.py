@@ -5,8 +5,6 @@ the cache layers' own `update`, the input of every linear, the query given to th
 and the experts run one by one in a Python loop.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ input is not the plain embedding of its token, a medium filled it. Which medium,
 placeholder in the config tells.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator

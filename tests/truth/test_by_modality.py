@@ -1,7 +1,5 @@
 """Which position belongs to which medium: three rules that share nothing must agree."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

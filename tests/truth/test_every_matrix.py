@@ -1,7 +1,5 @@
 """Every matrix that the text decoder multiplies by is observed, or named in the coverage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration on images and audio, against what the whole model computes."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Hashable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Calibration on media on a GPU: the statistics of the CPU, and streamed the same bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that are more than a text decoder, less than one, or none that is understood."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Magnitudes by token position, every architecture, against a plain forward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 towers in checkpoints of other tools: `verify` leaves them out, `check` reads them."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Iterator

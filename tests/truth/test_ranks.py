@@ -1,7 +1,5 @@
 """Scales of ranks that share a latent or a cache, refused degrees, quarters and histograms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics of random tensors, against loops over tokens and experts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

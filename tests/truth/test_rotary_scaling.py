@@ -1,7 +1,5 @@
 """Rotary angles that depend on the length of a batch: each row gets those it gets alone."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

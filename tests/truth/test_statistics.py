@@ -1,7 +1,5 @@
 """Statistics of every architecture against a plain forward whose tensors were kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The reference shares no code with the product: plain forward passes whose inputs
 in float64, and a rounding that solves for every optimal update from scratch.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

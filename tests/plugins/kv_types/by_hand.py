@@ -3,8 +3,6 @@
 Every function takes one vector of a token and head, and gives what is read back.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable

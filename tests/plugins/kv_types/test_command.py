@@ -1,7 +1,5 @@
 """`fp8calib kv-types`: which types are compared, their figures, and what is recommended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

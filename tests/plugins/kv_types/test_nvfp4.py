@@ -1,7 +1,5 @@
 """Global scales of an NVFP4 cache: those of an overlay, who reads them, and what they gain."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Types of the KV cache in a model, against a cache whose layers store them by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

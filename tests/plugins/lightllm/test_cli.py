@@ -1,7 +1,5 @@
 """Files for LightLLM: written by `calibrate`, and what `check` says of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

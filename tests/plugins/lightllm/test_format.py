@@ -1,7 +1,5 @@
 """LightLLM's `kv_cache_calib.json`: every number typed by hand from the rows in `handmade`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

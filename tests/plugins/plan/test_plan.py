@@ -1,7 +1,5 @@
 """`plan`: recipes that quantize takes, whose files have the size and the loss that it says."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Rules and caches chosen by what the model loses, with planted attention sinks and without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The best plans of every size, against an enumeration of all plans."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

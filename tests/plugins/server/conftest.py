@@ -1,7 +1,5 @@
 """The planted model, and what servers of it predict."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A small llama that needs scales in one layer, and servers of it with planted faults."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

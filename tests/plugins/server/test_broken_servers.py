@@ -1,7 +1,5 @@
 """Servers that break in many ways: one clear message each, in time, with exit code 4."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The diagnosis by numbers: planted changes and noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

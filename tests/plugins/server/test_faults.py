@@ -1,7 +1,5 @@
 """Faults planted in a server, each told from the others by its own sentence."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text scored as it is served, against models that generate token by token over a cache by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

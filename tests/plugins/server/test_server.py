@@ -1,7 +1,5 @@
 """A server beside the emulated candidates: its figures, text that is written, other references."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import warnings

@@ -4,8 +4,6 @@
 `scripts/test-engines --record` writes it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

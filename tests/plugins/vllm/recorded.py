@@ -1,7 +1,5 @@
 """The file format of recorded answers; vLLM's environment, which lacks pytest, writes it too."""
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

@@ -1,7 +1,5 @@
 """What the audit says of the answers that a real vLLM gave, with faults and without."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A running vLLM is asked over HTTP and in Python, and gets scales that it did not load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

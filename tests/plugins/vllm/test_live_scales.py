@@ -1,7 +1,5 @@
 """What a worker of vLLM does, on modules that stand for vLLM's attention layers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`vllm check`: what the report takes from vLLM's own loader, and what it does not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """vllm calibrate, with the answers that vLLM's workers gave."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable, Iterator

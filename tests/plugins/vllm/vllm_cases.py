@@ -3,8 +3,6 @@
 `goldens/` has what the workers of vLLM 0.32.0 answered; `scripts/test-engines --record` writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare `check` with engines on random checkpoints: `scripts/test-engines --fuzz N --seed S`."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import multiprocessing

@@ -4,8 +4,6 @@ Heads have 64 elements (vLLM's CPU kernels need a multiple of 32 in FP8), and li
 128, so that what an engine refuses is not the size of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compare what `check` says of a checkpoint with what an engine did."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """A damage: one change of a valid checkpoint, and the forms that it can be done to."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

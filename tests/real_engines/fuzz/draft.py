@@ -1,7 +1,5 @@
 """A checkpoint in memory, while it is damaged."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

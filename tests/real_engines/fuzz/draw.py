@@ -1,7 +1,5 @@
 """Which checkpoints are made: each form, each damage and each architecture in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,5 @@
 """Load one checkpoint in vLLM or transformers, and observe what it holds."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Make a case's checkpoint, ask `check` and the engines, and compare."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

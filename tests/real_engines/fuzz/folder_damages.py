@@ -1,7 +1,5 @@
 """Damages around the scales: tensor names, stray tensors and files, the config."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

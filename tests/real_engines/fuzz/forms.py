@@ -1,7 +1,5 @@
 """The forms in which checkpoints hold KV scales and FP8 weights, with random scales."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Damages of KV scales: names, values, dtypes, shapes, and what is missing."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What is drawn, what damages change, and how `check` and an engine are compared."""
 
-from __future__ import annotations
-
 import copy
 import math
 from random import Random

@@ -1,7 +1,5 @@
 """Damages of FP8 weights: scales, weights, names, shapes, and the config."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@
 vLLM and in transformers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -3,8 +3,6 @@
 This module runs in the environments of the tools.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Runs in the peers' environment: `python -m tests.real_engines.peers.write MODELS OUT [CELLS]`.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Runs in its environment: `python -m tests.real_engines.peers.write_auto_round MODELS OUT [CELLS]`.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile
