@@ -30,7 +30,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
-from fp8calib.model import geometry_from_config, topology
+from fp8calib.model import geometry_from_class, topology
 from fp8calib.model.geometry import Attention, Role, Site
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
@@ -291,7 +291,7 @@ def ask_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "report_transformers", ask_transformers)
-        patch.setattr(geometry_from_config, "build_skeleton", build_skeleton)
+        patch.setattr(geometry_from_class, "build_skeleton", build_skeleton)
         yield
 
 

@@ -177,11 +177,14 @@ def test_checkpoints_of_common_models_are_read_without_slow_libraries(
     assert list_slow(*commands) == [""] * len(commands)
 
 
-def test_a_common_model_is_quantized_without_transformers(
+def test_checkpoints_of_common_models_are_written_without_transformers(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    command = ("quantize", folders["plain"], "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
-    assert list_slow(command) == ["torch"]
+    quantize = ("quantize", folders["plain"], "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8")
+    extract = ("extract-kv-scales", "--quantized-model", folders["scales"])
+    extract += ("--model", ROOT / "tests" / "foreign" / "llama", "--save-path", tmp_path / "kv")
+    dequantize = ("dequantize", folders["fp8"], "--out", tmp_path / "plain")
+    assert list_slow(quantize, extract, dequantize) == ["torch"] * 3
 
 
 SHARED_NAMES = {

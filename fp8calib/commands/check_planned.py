@@ -11,11 +11,12 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import list_defaults
-from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
+from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Reports
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
 from fp8calib.model.drafters import find_drafter_class
+from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import name_mixed
 from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, make_plan, select_linears
@@ -126,7 +127,7 @@ def replay_plan(
         write_outline(plan, folder)
         opened = open_folder(folder)
         try:
-            geometry = read_folder_geometry(opened)
+            geometry = read_geometry(opened.path, opened.config)
         except UnusableConfigError as error:
             message = error.message.replace(str(folder), str(source))
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error

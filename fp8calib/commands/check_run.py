@@ -31,7 +31,6 @@ from fp8calib.engines.replay.folder import (
     ScaleFolder,
     make_stand_in_geometry,
     open_folder,
-    read_folder_geometry,
 )
 from fp8calib.engines.replay.verdicts import Reports, add_fingerprint
 from fp8calib.engines.weights.stored import list_opened_files
@@ -39,6 +38,7 @@ from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.model.geometry import ModelGeometry
+from fp8calib.model.geometry_from_config import read_geometry
 
 if TYPE_CHECKING:  # only named
     from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -62,7 +62,7 @@ def replay_path(request: CheckRequest, path: Path, *, progress: Progress | None 
     folder = open_folder(path) if path.is_dir() else None
     model = _open_model(request, path, folder)
     try:
-        geometry = read_folder_geometry(model)
+        geometry = read_geometry(model.path, model.config)
     except NotUnderstoodError as error:
         if folder is None or request.model is not None or request.stats is not None:
             raise

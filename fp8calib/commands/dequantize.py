@@ -178,7 +178,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
 
 def _read_kv_scales(checkpoint: Checkpoint) -> FoundScales:
     from fp8calib.formats.read import read_scales
-    from fp8calib.model.geometry_from_config import read_geometry  # imports transformers
+    from fp8calib.model.geometry_from_config import read_geometry
 
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
     return read_scales(checkpoint.folder, geometry, drops_bad_query=True)

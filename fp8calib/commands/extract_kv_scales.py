@@ -251,12 +251,16 @@ def _write(
 def _find_geometry(
     request: ExtractRequest, checkpoint: Checkpoint, *, is_quantized: bool
 ) -> ModelGeometry:
-    from fp8calib.model.geometry_from_config import read_geometry
+    from fp8calib.model.geometry_from_config import read_geometry, read_whole_geometry
+
+    config = checkpoint.load_config()
+    if is_quantized:
+        return read_geometry(checkpoint.folder, config)
+    if (found := read_whole_geometry(checkpoint, config)) is not None:
+        return found
     from fp8calib.model.load import build_skeleton, open_source
     from fp8calib.model.prepared import prepare
 
-    if is_quantized:
-        return read_geometry(checkpoint.folder, checkpoint.load_config())
     source = open_source(str(checkpoint.folder), trust_remote_code=request.trust_remote_code)
     return prepare(build_skeleton(source), checkpoint).geometry
 

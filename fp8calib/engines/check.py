@@ -44,7 +44,7 @@ from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry
-from fp8calib.model.plain_model import is_plain
+from fp8calib.model.geometry_from_config import is_plain
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import NVFP4_CACHE
 

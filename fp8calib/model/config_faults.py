@@ -33,13 +33,13 @@ from fp8calib.checkpoint.model_config import (
     without_quantization,
 )
 from fp8calib.errors import ModelError, shorten
-from fp8calib.model.geometry_from_config import (
+from fp8calib.model.geometry_from_class import (
     complete_heads,
     is_known,
     parse_config,
     restore_floats,
 )
-from fp8calib.model.plain_model import GENERATION_NAME
+from fp8calib.model.geometry_from_config import GENERATION_NAME
 
 _SAMPLING = {
     "temperature": (0.0, 2.0),

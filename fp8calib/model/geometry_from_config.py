@@ -1,220 +1,454 @@
-"""Find a model's geometry from its config and tensor names, without its weights.
+"""A model's geometry from config.json and tensor names, of common models without transformers.
 
-The checkpoint may be quantized or damaged: `check` still needs to know the layers of the model.
+Importing transformers and building its class takes ten times as long as all else that `check` does.
+Here are the classes that most checkpoints have, a row each, and patterns of the settings that the
+libraries certainly accept. Whatever does not fit (another key, a null, an odd value, another name
+of a tensor) is left to transformers (`fp8calib.model.geometry_from_class`,
+`fp8calib.model.config_faults`), with which a test compares drawn configs.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import CONFIG_MAPPING
-
-from fp8calib.checkpoint.checkpoint import open_leniently, stored_dtype
+from fp8calib.checkpoint.checkpoint import Checkpoint, open_leniently, stored_dtype
+from fp8calib.checkpoint.header import INTEGERS
+from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import (
-    LAYER_COUNTS,
     MAX_LAYERS,
+    QUANTIZATION_KEYS,
     find_dtype,
-    let_layers_differ,
-    without_quantization,
+    find_quantization_configs,
 )
-from fp8calib.errors import (
-    Fp8CalibError,
-    ModelError,
-    NotUnderstoodError,
-    UnusableConfigError,
-    shorten,
+from fp8calib.errors import ModelError
+from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Part
+
+GENERATION_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number in a closed range; True is none."""
+
+    kind: tuple[type, ...]
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Many:
+    """A list of items, or an object of any keys, whose values all fit."""
+
+    kind: type
+    pattern: object
+    least: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object that has the required keys, and no others than these and the optional ones."""
+
+    required: Mapping[str, object]
+    optional: Mapping[str, object] = field(default_factory=dict)
+
+
+def _fits(value: object, pattern: object) -> bool:
+    """Tell whether a value of a JSON file is as a pattern says.
+
+    A tuple has alternatives, a type stands for all its values, everything else for itself.
+    """
+    if isinstance(pattern, tuple):
+        return any(_fits(value, each) for each in pattern)
+    if isinstance(pattern, _Number):
+        return (
+            isinstance(value, int | float)
+            and type(value) in pattern.kind
+            and pattern.least <= value <= pattern.most
+        )
+    if isinstance(pattern, _Many):
+        items = [*value.values()] if isinstance(value, dict) else value
+        return (
+            isinstance(value, pattern.kind)
+            and isinstance(items, list)
+            and len(items) >= pattern.least
+            and all(_fits(item, pattern.pattern) for item in items)
+        )
+    if isinstance(pattern, _Object):
+        known = {**pattern.optional, **pattern.required}
+        return (
+            isinstance(value, dict)
+            and pattern.required.keys() <= value.keys() <= known.keys()
+            and all(_fits(item, known[key]) for key, item in value.items())
+        )
+    if isinstance(pattern, type):
+        return type(value) is pattern
+    return type(value) is type(pattern) and value == pattern
+
+
+_SIZE = _Number((int,), 1, (1 << 31) - 1)
+_TOKEN = _Number((int,), 0, (1 << 31) - 1)
+_TOKENS = (_TOKEN, _Many(list, _TOKEN, least=1))
+_SMALL = _Number((float,), 1e-12, 0.999)
+_POSITIVE = _Number((int, float), 1e-12, 1e12)
+_ACTIVATION = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+# --- models --------------------------------------------------------------------------------------
+
+_LLAMA3 = {
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+    "original_max_position_embeddings": _SIZE,
+    "rope_type": "llama3",
+}
+_REQUIRED = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "vocab_size", "max_position_embeddings"), _SIZE),
+    "num_hidden_layers": _Number((int,), 1, MAX_LAYERS),
+}
+_COMMON = {
+    "head_dim": _SIZE,
+    **dict.fromkeys(("use_cache", "tie_word_embeddings"), bool),
+    "hidden_act": _ACTIVATION,
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), _SMALL),
+    "attention_dropout": _Number((int, float), 0, 0.999),
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPES),
+    **dict.fromkeys(("bos_token_id", "unk_token_id"), _TOKEN),
+    "eos_token_id": _TOKENS,
+    "pad_token_id": (_TOKEN, None),
+    **dict.fromkeys(("transformers_version", "_name_or_path", "_model_name_or_path"), str),
+    "rope_theta": _POSITIVE,
+    "rope_scaling": (None, _Object(_LLAMA3)),
+    "rope_parameters": (
+        None,
+        _Object({"rope_type": "default", "rope_theta": _POSITIVE}),
+        _Object({**_LLAMA3, "rope_theta": _POSITIVE}),
+    ),
+}
+_WINDOW = (_SIZE, None)
+_WINDOWS_OFF = {
+    "use_sliding_window": False,
+    "sliding_window": _WINDOW,
+    "max_window_layers": _SIZE,
+    "layer_types": _Many(list, "full_attention"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """A class of transformers, by the config's model type."""
+
+    name: str
+    """The prefix of its classes."""
+    keys: Mapping[str, object]
+    """Patterns of its own keys."""
+    biased: tuple[str, ...] = ()
+    """Projections that have a bias whatever the config says."""
+    has_head_norms: bool = False
+    """Whether q and k have a norm of one head each."""
+    head_dim: int | None = None
+    """Without `head_dim` in the config; None for the hidden size by the heads."""
+    window: int | None = None
+    """The window of every layer without `sliding_window` in the config."""
+
+
+FAMILIES = {
+    "llama": _Family(
+        name="Llama", keys={"attention_bias": bool, "mlp_bias": bool, "pretraining_tp": _SIZE}
+    ),
+    "mistral": _Family(name="Mistral", keys={"sliding_window": _WINDOW}, window=4096),
+    "qwen2": _Family(name="Qwen2", keys=_WINDOWS_OFF, biased=("q_proj", "k_proj", "v_proj")),
+    "qwen3": _Family(
+        name="Qwen3",
+        keys={**_WINDOWS_OFF, "attention_bias": bool},
+        has_head_norms=True,
+        head_dim=128,
+    ),
+}
+_PROJECTION = r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)"
+_SCALE = re.compile(
+    rf"model\.layers\.(\d+)\.(?:{_PROJECTION}\.(?:weight_scale|weight_scale_inv|input_scale)"
+    r"|self_attn\.[qkv]_(?:scale|zero_point)|self_attn\.[kv]_proj\.[kv]_scale)"
 )
-from fp8calib.model.device import DTYPES
-from fp8calib.model.expert_layouts import ExpertLayout, KnownStacks, Order, cut_name
-from fp8calib.model.geometry import ModelGeometry
-from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
-from fp8calib.model.prepared import compare_names, tied_names
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weight_source import WeightSource
-
-_MAX_SIZE = 1 << 31
-_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""Floats that JSON cannot express; transformers 5 writes them as {"__float__": NAME}."""
+"""Tensors that fill no parameter, and that transformers renames into none."""
 
 
-def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
-    """Find the geometry of the model that a config describes.
+def read_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometry:
+    """Find the geometry of the model that a config describes, from names and without weights.
 
-    Tensor names are read from the files of the folder; a parameter that is not found there has the
-    name that transformers would store it under.
+    The checkpoint may be quantized or damaged.
 
     Raises:
         UnusableConfigError: transformers cannot build a model from the config.
-        NotUnderstoodError: its layers are not understood.
+        NotUnderstoodError: its layers are not understood, or only its own code knows them.
         ModelError: its type is unknown, or the model is not decoder-only.
     """
-    source = make_source(folder, config)
-    try:
-        skeleton = build_skeleton(source)
-    except ModelError as error:
-        # no cause: the model is not decoder-only; ImportError: its class needs another package
-        if error.__cause__ is None or isinstance(error.__cause__, ImportError):
-            raise
-        raise UnusableConfigError(error.message, hint=error.hint) from error
+    if (found := read_plain_geometry(folder, config)) is not None:
+        return found
+    from fp8calib.model.geometry_from_class import build_geometry  # noqa: PLC0415 -- transformers
+
+    return build_geometry(folder, config)
+
+
+def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometry | None:
+    """Give what `build_geometry` finds; None if it has to be asked."""
+    family = _find_family(config)
+    if family is None:
+        return None
     checkpoint = open_leniently(folder)
+    layers, shapes = _build(family, config)
+    leftovers = [name for name in checkpoint.tensors if name not in shapes]
+    scales = [_SCALE.fullmatch(name) for name in leftovers]
+    if not all(found is not None and int(found[1]) < len(layers) for found in scales):
+        return None
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    tied = {}
+    if config.get("tie_word_embeddings", False):
+        if embedding not in checkpoint:
+            return None
+        tied = {head: embedding}
+        if head not in checkpoint:
+            del shapes[head]
     dtype = find_dtype(config) or stored_dtype(checkpoint)
-    dtype = dtype if dtype in DTYPES else "bfloat16"
-    try:
-        weights = WeightSource(skeleton, checkpoint)
-        absent, leftovers = compare_names(weights)
-        names = {name: weights.spell(name) for name in absent}
-        names |= weights.single_tensors
-        try:
-            geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
-        except ModelError as error:
-            if type(skeleton).__name__ not in str(config.get("architectures")):
-                raise  # the config is of another model
-            raise NotUnderstoodError(error.message, hint=error.hint) from error
-        found = _name_shapes(skeleton, names)
-        # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
-        is_wrapped = source.config.get_text_config() is not source.config
-        if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
-            found["leftovers"] = tuple(name for each in leftovers.values() for name in each)
-            found["renamed"] = tuple(weights.find_renamed())
-        return geometry.model_copy(update=found)
-    except Fp8CalibError:
-        raise
-    except Exception as error:
-        raise _unusable(folder, error, kind=ModelError) from error
+    return ModelGeometry(
+        architecture=f"{family.name}ForCausalLM",
+        model_type=config["model_type"],
+        checkpoint_dtype=dtype if dtype in _DTYPES else "bfloat16",
+        layers=tuple(layers),
+        matrices={
+            name: (shape[0], shape[1])
+            for name, shape in shapes.items()
+            if len(shape) == 2 and name != embedding
+        },
+        tied=tied,
+        parameters=shapes,
+        # as transformers sorts them: layer 2 before layer 10, numbers before words
+        leftovers=tuple(
+            sorted(
+                leftovers,
+                key=lambda name: [
+                    (0, int(part), "") if part.isdigit() else (1, 0, part)
+                    for part in name.split(".")
+                ],
+            )
+        ),
+    )
 
 
-def ask_class(folder: Path, config: Mapping[str, object]) -> KnownStacks:
-    """Build the model without weights, and look at its experts and its buffers.
+def read_whole_geometry(checkpoint: Checkpoint, config: Mapping[str, Any]) -> ModelGeometry | None:
+    """Give the geometry of a common model whose checkpoint holds each parameter and nothing else.
 
-    The class is one of transformers'; of another model nothing is known.
+    None if transformers has to say whether the checkpoint is complete.
     """
-    try:
-        skeleton = build_skeleton(make_source(folder, config))
-    except ModelError:
-        return KnownStacks()
-    # `use_experts_implementation` of transformers 5.23 sets these (`integrations/moe.py`).
-    flags = ("has_gate", "has_bias", "is_concatenated", "is_transposed")
-    found = {
-        tuple(getattr(module, flag) for flag in flags)
-        for module in skeleton.modules()
-        if all(hasattr(module, flag) for flag in flags)
+    found = read_plain_geometry(checkpoint.folder, config)
+    if found is None or found.leftovers:
+        return None
+    stored = {
+        name: tuple(entry.shape)
+        for name, entry in checkpoint.tensors.items()
+        if entry.dtype not in INTEGERS
     }
-    layouts = {
-        (True, False, True, False): ExpertLayout(order=Order.OUT_IN),
-        (True, False, True, True): ExpertLayout(order=Order.IN_OUT),
-    }
-    text, buffers = skeleton.config.get_text_config(), skeleton.named_buffers()
-    return KnownStacks(
-        layout=layouts.get(found.pop()) if len(found) == 1 else None,
-        model_type=text.model_type,
-        hidden_size=getattr(text, "hidden_size", 0),
-        buffers=frozenset(cut_name(name) for name, each in buffers if each.ndim > 2),
+    if stored != found.parameters:
+        return None
+    return found.model_copy(update={"checkpoint_dtype": stored_dtype(checkpoint)})
+
+
+def _find_family(config: Mapping[str, Any]) -> _Family | None:
+    """Find the family of a config; None unless every key is understood."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    names = {"model_type": str, "architectures": [f"{family.name}ForCausalLM"]}
+    pattern = _Object({**_REQUIRED, **names}, {**_COMMON, **family.keys})
+    if not _fits({k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}, pattern):
+        return None
+    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    has_theta = "rope_theta" in config
+    has_scaling, has_parameters = (
+        config.get(key) is not None for key in ("rope_scaling", "rope_parameters")
     )
+    fits = (
+        (config.get("pad_token_id") or 0) < config["vocab_size"]
+        and config["hidden_size"] % heads == heads % config["num_key_value_heads"] == 0
+        and _head_dim(family, config) % 2 == 0
+        and len(config.get("layer_types", range(num_layers))) == num_layers
+        # the base of the angles is beside `rope_scaling`, or in `rope_parameters`
+        and not (has_parameters and (has_scaling or has_theta))
+        and not (has_scaling and not has_theta)
+    )
+    return family if fits else None
 
 
-def is_known(config: Mapping[str, object]) -> bool:
-    """Tell whether transformers knows the model type, and so its layers."""
-    model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+def _head_dim(family: _Family, config: Mapping[str, Any]) -> int:
+    default = family.head_dim or config["hidden_size"] // config["num_attention_heads"]
+    return int(config.get("head_dim", default))
 
 
-def parse_config(config: Mapping[str, Any]) -> Any:
-    """Read a config of a known type as transformers' class does, which may refuse it."""
-    return let_layers_differ(CONFIG_MAPPING[str(config["model_type"])].from_dict(config))
-
-
-def complete_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace `head_dim: null` by the hidden size by heads, as vLLM 0.32.0 does (run)."""
-    found = {
-        key: complete_heads(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-    }
-    hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
-    if found.get("head_dim", 0) is None:
-        del found["head_dim"]
-        if type(hidden) is int and type(heads) is int and heads > 0:
-            found["head_dim"] = hidden // heads
-    return found
-
-
-def restore_floats(value: object) -> Any:
-    """Replace the objects that stand for floats by these floats, at any depth."""
-    if isinstance(value, list):
-        return [restore_floats(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    name = value.get("__float__") if len(value) == 1 else None
-    if isinstance(name, str) and name in _FLOATS:
-        return _FLOATS[name]
-    return {key: restore_floats(item) for key, item in value.items()}
-
-
-def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
-    """Read a config as transformers does, without its quantization."""
-    try:
-        plain = restore_floats(without_quantization(config))
-    except RecursionError as error:
-        raise _unusable(folder, "it is nested too deeply") from error
-    if not is_known(plain):
-        unknown = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
-        fault = unknown if config else "there is no config.json"
-        raise ModelError(
-            f"{folder}: {fault}, so the model's layers are not known",
-            hint="update transformers, or use --model MODEL, the model that the scales belong to",
+def _build(
+    family: _Family, config: Mapping[str, Any]
+) -> tuple[list[Layer], dict[str, tuple[int, ...]]]:
+    """Build the layers, and give the shape of every parameter of the class, in its order."""
+    hidden, inner, vocab = (
+        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = _head_dim(family, config)
+    projections = (  # path, outputs, inputs, and heads or rows of the outputs
+        ("self_attn.q_proj", heads * head_dim, hidden, heads),
+        ("self_attn.k_proj", kv_heads * head_dim, hidden, kv_heads),
+        ("self_attn.v_proj", kv_heads * head_dim, hidden, kv_heads),
+        ("self_attn.o_proj", hidden, heads * head_dim, hidden),
+        ("mlp.gate_proj", inner, hidden, inner),
+        ("mlp.up_proj", inner, hidden, inner),
+        ("mlp.down_proj", hidden, inner, hidden),
+    )
+    window = None
+    if family.window is not None:
+        window = config.get("sliding_window", family.window)
+    layers: list[Layer] = []
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        linears = []
+        for path, rows, columns, count in projections:
+            section, _, name = path.partition(".")
+            weight = f"{layer}.{path}.weight"
+            if name == "gate_proj" and family.has_head_norms:
+                for norm in ("q_norm", "k_norm"):
+                    shapes[f"{layer}.self_attn.{norm}.weight"] = (head_dim,)
+            shapes[weight] = (rows, columns)
+            switch = "mlp_bias" if section == "mlp" else "attention_bias"
+            if config.get(switch, False) or name in family.biased:
+                shapes[f"{layer}.{path}.bias"] = (rows,)
+            linears.append(
+                Linear(
+                    module=f"{layer}.{path}",
+                    section="mlp" if section == "mlp" else "attention",
+                    root=f"{layer}.{section}",
+                    in_features=columns,
+                    out_features=rows,
+                    shard="row" if name in ("o_proj", "down_proj") else "column",
+                    parts=(Part(name=name, count=count, unit=rows // count, per_group=count),),
+                    weight_name=weight,
+                    checkpoint_name=weight,
+                )
+            )
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (hidden,)
+        attention = Attention(
+            module=f"{layer}.self_attn",
+            checkpoint_module=f"{layer}.self_attn",
+            kind="heads",
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            k_head_dim=head_dim,
+            v_head_dim=head_dim,
+            sliding_window=window,
         )
-    plain = complete_heads(plain)
-    for section in (plain, *(value for value in plain.values() if isinstance(value, dict))):
-        for key, value in section.items():
-            # absurd sizes are refused before transformers builds a model of that size
-            most = MAX_LAYERS if key in LAYER_COUNTS else _MAX_SIZE
-            least = 1 if key in LAYER_COUNTS and section is plain else -most
-            if type(value) is int and not least <= value <= most:
-                raise _unusable(folder, f"{key!a:.60} is out of range")
-        for key in ("dtype", "torch_dtype"):
-            if "float8" in str(section.get(key)):
-                section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits
+        mixer = f"{family.name}Attention"
+        layers.append(
+            Layer(
+                index=index,
+                module=layer,
+                mixer=mixer,
+                attention=attention,
+                linears=tuple(linears),
+            )
+        )
+    return layers, {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+# --- sampling and quantization -------------------------------------------------------------------
+
+_FORMATS = ("float-quantized", "naive-quantized", "dense")
+_GENERATION = _Object(
+    {},
+    {
+        **dict.fromkeys(("_from_model_config", "do_sample", "use_cache"), bool),
+        **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
+        **dict.fromkeys(("bos_token_id", "pad_token_id"), _TOKEN),
+        "eos_token_id": _TOKENS,
+        **dict.fromkeys(("top_k", "max_length", "max_new_tokens"), _SIZE),
+        "temperature": _Number((float,), 1e-3, 2),
+        "top_p": _Number((float,), 1e-3, 1),
+        "repetition_penalty": _Number((float,), 1e-3, 10),
+        "transformers_version": str,
+    },
+)
+_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax", "mse", "memoryless_mse")
+_ONE_VALUE: Mapping[str, object] = {
+    "symmetric": True,
+    "observer_kwargs": {},
+    **dict.fromkeys(("actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"), None),
+}
+
+
+def _scheme(strategy: str, *, is_dynamic: bool = False, **sizes: object) -> _Object:
+    """Make the pattern of a scheme of FP8."""
+    required = {"num_bits": 8, "type": "float", "strategy": strategy, **sizes}
+    if is_dynamic:
+        return _Object({**required, "dynamic": True}, {**_ONE_VALUE, "observer": None})
+    return _Object(required, {**_ONE_VALUE, "dynamic": False, "observer": _OBSERVERS})
+
+
+_TENSOR = _scheme("tensor")
+_SECTION = _Object(
+    {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS,
+        "quantization_status": "compressed",
+        "config_groups": _Many(
+            dict,
+            _Object(
+                {
+                    "targets": _Many(list, str, least=1),
+                    "weights": (
+                        _TENSOR,
+                        _scheme("channel"),
+                        _scheme("block", block_structure=[128, 128]),
+                    ),
+                },
+                {
+                    "input_activations": (
+                        None,
+                        _TENSOR,
+                        _scheme("token", is_dynamic=True),
+                        _scheme("group", is_dynamic=True, group_size=128),
+                    ),
+                    "output_activations": None,
+                    "format": _FORMATS,
+                },
+            ),
+        ),
+    },
+    {
+        "kv_cache_scheme": (None, _TENSOR),
+        "ignore": _Many(list, str),
+        "version": str,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    },
+)
+"""What `quantize`, overlays and llm-compressor write for FP8."""
+
+
+def is_plain(folder: Path, config: Mapping[str, object]) -> bool:
+    """Tell whether transformers and compressed-tensors accept a folder's configs, without doubts.
+
+    False says nothing: they have to be asked.
+    """
+    if _find_family(config) is None:
+        return False
+    section = next((section for _, section in find_quantization_configs(config)), {})
+    method = str(section.get("quant_method")).replace("_", "-")
+    if method == "compressed-tensors" and not _fits(section, _SECTION):
+        return False
+    path = folder / GENERATION_NAME
     try:
-        parsed = parse_config(plain)
-    except Exception as error:
-        raise _unusable(folder, error) from error
-    return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
-
-
-def _unusable(
-    folder: Path, error: Exception | str, *, kind: type[ModelError] = UnusableConfigError
-) -> ModelError:
-    why = shorten(" ".join(str(error).split()) or type(error).__name__)
-    return kind(
-        f"{folder}/config.json: transformers cannot use it: {why}",
-        hint="use the config.json that the model was published with, or --model MODEL",
-    )
-
-
-def _name_shapes(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, object]:
-    """Give the fields of a geometry with the shapes of parameters, by names in the checkpoint."""
-    weights = {
-        f"{path}.weight": module
-        for path, module in skeleton.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    return {
-        "matrices": {
-            names[name]: (module.out_features, module.in_features)
-            for name, module in weights.items()
-            if name in names
-        },
-        "tied": {
-            names.get(name, name): names.get(others[0], others[0])
-            for name, others in tied_names(skeleton).items()
-            if name in weights
-        },
-        "parameters": {
-            names[name]: tuple(value.shape)
-            for name, value in skeleton.state_dict().items()
-            if name in names and value.is_floating_point()
-        },
-    }
+        return not path.is_file() or _fits(load_json_object(path), _GENERATION)
+    except ModelError:
+        return False

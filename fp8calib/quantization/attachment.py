@@ -15,6 +15,7 @@ from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
 from fp8calib.formats.quantized_model import find_quantized, has_kv_cache
 from fp8calib.model.geometry import ModelGeometry, find_difference
+from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _UNKNOWN = "the scales record no model"
@@ -27,8 +28,6 @@ def adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationS
     Raises:
         ModelError: the checkpoint is of another model.
     """
-    from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
-
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
     recorded = describe_attention(stats.geometry)
     difference = explain_other_attention(recorded, geometry)

@@ -134,7 +134,7 @@ def find_selection(
     if not stacks.unserved and any(
         _is_stacked(name, entry) and not split[name] for name, entry in checkpoint.tensors.items()
     ):
-        from fp8calib.model.geometry_from_config import ask_class  # noqa: PLC0415 -- transformers
+        from fp8calib.model.geometry_from_class import ask_class  # noqa: PLC0415 -- transformers
 
         known = ask_class(checkpoint.folder, config)
         stacks = ExpertStacks(config, checkpoint.tensors, known)

@@ -14,7 +14,7 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.model.device import DTYPES
-from fp8calib.model.plain_model import is_plain
+from fp8calib.model.geometry_from_config import is_plain, read_geometry
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import list_defaulted
 from fp8calib.verification.emulation.candidate import Candidate
@@ -106,16 +106,13 @@ def is_common(model: RunModel) -> bool:
 
 def _replay(folder: Path, engine: Engine) -> EngineReport | None:
     from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
-    from fp8calib.engines.replay.folder import (  # noqa: PLC0415
-        open_folder,
-        read_folder_geometry,
-    )
+    from fp8calib.engines.replay.folder import open_folder  # noqa: PLC0415
 
     if not (folder / CONFIG_NAME).is_file():
         return None
     found = open_folder(folder)
     try:
-        geometry = read_folder_geometry(found)
+        geometry = read_geometry(found.path, found.config)
     except ModelError:
         return None
     return check_folder(found, geometry, [engine.key], 1)[engine.key]

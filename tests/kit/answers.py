@@ -13,12 +13,12 @@ from typing import Any
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.transformers import report
 from fp8calib.engines.weights.stored import read_scale_values
-from fp8calib.model import geometry_from_config
+from fp8calib.model import geometry_from_class
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, ModelSource
 
 _ask = report.report_transformers
-_build = geometry_from_config.build_skeleton
+_build = geometry_from_class.build_skeleton
 _ANSWERS: dict[tuple[object, ...], Any] = {}
 _SKELETONS: dict[str, LoadedModel] = {}
 _MOST_SKELETONS = 16

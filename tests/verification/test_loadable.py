@@ -11,9 +11,9 @@ import pytest
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import find_emulated, list_emulated
-from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.model.geometry_from_config import FAMILIES, read_geometry
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.plain_model import FAMILIES
 from fp8calib.model.prepared import prepare
 from fp8calib.verification.loadable import is_common
 from tests import zoo
@@ -35,6 +35,9 @@ def test_every_release_loads_a_common_model(tmp_path: Path, family: str, *, is_t
     engines = [find_emulated(key)[0] for key in list_emulated()]
     keys = [each.key for engine in engines for each in (engine, *engine.releases)]
     reports = check_folder(
-        folder, read_folder_geometry(folder), [key for key in keys if key != "reference"], 1
+        folder,
+        read_geometry(tmp_path, folder.config),
+        [key for key in keys if key != "reference"],
+        1,
     )
     assert [key for key, each in reports.items() if each.load_fault or each.unknown] == []

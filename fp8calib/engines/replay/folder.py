@@ -22,12 +22,11 @@ from fp8calib.checkpoint.model_config import (
 )
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
-from fp8calib.errors import ModelError, NotUnderstoodError, cut_list, shorten
+from fp8calib.errors import ModelError, cut_list, shorten
 from fp8calib.formats.kv.parse_names import ScaleName, is_probability_scale, parse_name
 from fp8calib.formats.metadata import DTYPE_KEY
 from fp8calib.model.drafters import count_layers
 from fp8calib.model.geometry import Attention, Layer, ModelGeometry
-from fp8calib.model.plain_model import read_plain_geometry
 
 _MAX_SCALE_BYTES = 1 << 20
 """No model has so many heads: a larger tensor is not a scale and is not read."""
@@ -231,30 +230,6 @@ def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
             name=name, file=file.path.name, shape=entry.shape, values=tuple(values)
         )
     return found
-
-
-def read_folder_geometry(model: ScaleFolder) -> ModelGeometry:
-    """Read the shape of a model from its config and, where needed, its tensors.
-
-    Raises:
-        NotUnderstoodError: its layers are not understood, or only its own code knows them.
-        ModelError: it is no language model that generates from left to right.
-    """
-    if (found := read_plain_geometry(model.path, model.config)) is not None:
-        return found
-    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
-        is_known,
-        read_geometry,
-    )
-
-    if "auto_map" in model.config and not is_known(model.config):
-        model_type = shorten(str(model.config.get("model_type")))
-        raise NotUnderstoodError(
-            f"{model.path}: model_type {model_type} is unknown to this tool: only code of its own "
-            "knows it, which is not run",
-            hint="use --model MODEL, a model of a known type with the same layers",
-        )
-    return read_geometry(model.path, model.config)
 
 
 def make_stand_in_geometry(model: ScaleFolder) -> ModelGeometry:

@@ -12,12 +12,13 @@ from fp8calib.commands.check_run import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
-from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
+from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.vllm.compare import compare_ranks
 from fp8calib.plugins.vllm.engine import WORKER
@@ -136,8 +137,8 @@ def _read_table(scales: Stats) -> ScaleTable:
         ModelError: it holds no scales, or is damaged.
     """
     if isinstance(scales, str | Path) and (Path(scales) / CONFIG_NAME).is_file():
-        path = Path(scales)
-        return read_scales(path, read_folder_geometry(open_folder(path))).table
+        folder = open_folder(Path(scales))
+        return read_scales(folder.path, read_geometry(folder.path, folder.config)).table
     stats = read_stats(scales)[0]
     return compute_kv_scales(stats, E4M3FN, query=bool(stats.list_unfit_queries()))
 

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.model.config_faults import find_config_faults
-from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.plain_model import FAMILIES, is_plain, read_plain_geometry
+from fp8calib.model.geometry_from_class import build_geometry
+from fp8calib.model.geometry_from_config import (
+    FAMILIES,
+    is_plain,
+    read_plain_geometry,
+    read_whole_geometry,
+)
+from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.prepared import prepare
+from tests import zoo
 
 _DRAWS = 40
 _ODD: tuple[Any, ...] = (None, 0, -1, 1, 2.5, "silu", True, [], [3], {}, 1 << 40, "bfloat16")
@@ -120,7 +129,7 @@ def test_a_row_gives_the_geometry_and_the_doubts_of_transformers(
         config = draw_config(drawn, family)
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
         try:
-            names = [*read_geometry(tmp_path, config).parameters]
+            names = [*build_geometry(tmp_path, config).parameters]
         except ModelError:
             names = []
         save_drawn(tmp_path, config, names, drawn)
@@ -129,9 +138,25 @@ def test_a_row_gives_the_geometry_and_the_doubts_of_transformers(
         found = read_plain_geometry(tmp_path, config)
         if found is not None:
             settled += 1
-            assert found == read_geometry(tmp_path, config), config
-            assert list(found.parameters) == list(read_geometry(tmp_path, config).parameters)
+            assert found == build_geometry(tmp_path, config), config
+            assert list(found.parameters) == list(build_geometry(tmp_path, config).parameters)
     assert settled >= 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_checkpoint_has_the_layers_that_a_run_finds(tmp_path: Path, family: str) -> None:
+    zoo.save(family, tmp_path)
+    with Checkpoint.open(tmp_path) as stored:
+        whole = read_whole_geometry(stored, stored.load_config())
+        run = prepare(build_skeleton(open_source(str(tmp_path))), stored).geometry
+    assert whole is not None
+    assert (whole.layers, whole.checkpoint_dtype) == (run.layers, run.checkpoint_dtype)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name, value = tensors.popitem()
+    for change in ({}, {name: value[:1]}, {name: value, "more": -value}, {name: value.char()}):
+        save_file(tensors | change, tmp_path / "model.safetensors", {"format": "pt"})
+        with Checkpoint.open(tmp_path) as stored:
+            assert read_whole_geometry(stored, stored.load_config()) is None, change
 
 
 @pytest.mark.parametrize("seed", range(4))
