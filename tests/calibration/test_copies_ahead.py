@@ -25,7 +25,7 @@ from fp8calib.calibration.streamed_weights import (
 from fp8calib.errors import ModelError
 from scripts.benchmarks.launches import WorkCounter
 from tests import zoo
-from tests.calibration.test_back_off import limit_memory
+from tests.calibration.test_plan import limit_memory
 from tests.calibration.test_resume import (  # noqa: F401 -- a fixture
     Stopping,
     interrupt,

@@ -1,6 +1,6 @@
 """The plan of a run: its sizes against sums by hand, and its refusals."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,14 @@ from fp8calib.calibration.memory_plan import (
 )
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
-from fp8calib.errors import UsageError
+from fp8calib.errors import CalibrationError, UsageError
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
 from tests import zoo
+from tests.architectures import families
+from tests.doors import Subject, as_bytes, make_plan, opened, run_calibration
+from tests.kit.minutes import in_minutes
+from tests.zoo import draw
 
 # The zoo's llama: 32 wide, 48 inside, 4 heads of 8, 2 KV heads, 2 layers, 128 tokens, untied.
 LAYER = 4 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32)
@@ -181,3 +185,59 @@ def test_a_full_disk_is_refused_before_the_run(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(UsageError, match="hidden states have to be stored"):
         stream(work, limits(bare))
+
+
+FURTHER = [f"further-{name}" for name in sorted(families.FAMILIES)]
+MODELS: dict[str, Callable[[Path], object]] = {
+    **{name: lambda folder, name=name: zoo.save(name, folder) for name in zoo.ZOO},  # type: ignore[misc]
+    **{
+        f"further-{name}": lambda folder, name=name: families.save(  # type: ignore[misc]
+            name, families.FAMILIES[name], folder
+        )
+        for name in families.FAMILIES
+    },
+}
+RUN = [*sorted(zoo.ZOO), *FURTHER[::2], *in_minutes(*FURTHER[1::2])]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_every_architecture_gives_the_same_file(name: str, tmp_path: Path) -> None:
+    """Batches are padded, hidden states wait in a file, and the ninth row is in the histograms."""
+    MODELS[name](tmp_path / "model")
+    plan = make_plan(draw([7, 20, 13, 3, 20, 9, 20, 4, 11], seed=9), packed=False)
+    whole, streamed = (
+        run_calibration(
+            tmp_path / "model", plan, batch_size=5, streamed=is_streamed, hidden_ram_bytes=0
+        )[1]
+        for is_streamed in (False, True)
+    )
+    assert as_bytes(whole, tmp_path) == as_bytes(streamed, tmp_path)
+
+
+def limit_memory(subject: Subject, error: Exception, *, sequences: int, layer: int = -1) -> Any:
+    """Let a layer fail in batches of more sequences, as when memory runs out."""
+    last = subject.prepared.model.get_submodule(subject.prepared.geometry.layers[layer].module)
+
+    def check(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        if len(args[0] if args else kwargs["hidden_states"]) > sequences:
+            raise error
+
+    return last.mlp.down_proj.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "sequences", "says"),
+    [
+        (MemoryError("std::bad_alloc"), 0, "out of memory at sample 0, with 1 sequences"),
+        (RuntimeError("shapes differ"), 2, "shapes differ"),  # of the type of torch's own
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_a_smaller_batch_does_not_help_is_an_error(
+    tmp_path: Path, error: Exception, sequences: int, says: str, streamed: bool
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+        limit_memory(subject, error, sequences=sequences)
+        with pytest.raises(CalibrationError, match=says):
+            subject.calibrate(batch_size=4)

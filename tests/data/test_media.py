@@ -19,10 +19,13 @@ from PIL import Image
 
 from fp8calib.data.media import Medium, load_audio, load_image
 from fp8calib.data.modality import Modality
+from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.processor import MediaEncoder
 from fp8calib.data.rows import Row, parse_row
 from fp8calib.data.sources import iter_rows, split_data
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
+from tests.kit.multimodal import build_multimodal, draw_image
 
 PIXELS = np.array(
     [[[255, 0, 0], [0, 255, 0], [0, 0, 255]], [[9, 8, 7], [250, 251, 252], [0, 0, 0]]], np.uint8
@@ -360,3 +363,19 @@ def test_a_saved_dataset_gives_its_sounds_undecoded(folder: Path) -> None:
     made.save_to_disk(folder / "saved")
     (row,) = iter_rows(parse_spec(str(folder / "saved")))
     np.testing.assert_array_equal(load_audio(row.media[0], 16000), SOUND)
+
+
+def test_media_that_change_after_planning_are_refused(tmp_path: Path) -> None:
+    draw_image(0).save(tmp_path / "a.png")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "What?", "images": ["a.png"]}))
+    model, processor = build_multimodal("gemma3")
+    encoder = MediaEncoder(processor, model.config, "gemma3")
+    plan = build_plan(
+        TextSettings(sources=(str(rows),), samples=99, seq_len=64),
+        RowEncoder(lambda: processor.tokenizer, 1000, media=lambda: encoder),
+    )
+    assert "pixel_values" in plan.media[0].load()
+    draw_image(5).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: its media changed"):
+        plan.media[0].load()

@@ -11,10 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from fp8calib.data.rows import ReadRow, Row
+from fp8calib.data.rows import ReadRow, Row, parse_row
 from fp8calib.data.sources import iter_rows, mix_rows
-from fp8calib.data.specs import parse_spec
-from fp8calib.errors import DataError
+from fp8calib.data.specs import (
+    DataSpec,
+    HubSource,
+    parse_spec,
+)
+from fp8calib.errors import DataError, UsageError
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -132,3 +136,118 @@ def test_a_saved_dataset_without_text_or_without_its_files_is_refused(tmp_path: 
         arrow.unlink()
     with pytest.raises(DataError, match="d: the dataset cannot be read"):
         list(iter_rows(spec))
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("builtin", DataSpec(None, "builtin")),
+        ("builtin@2", DataSpec(None, "builtin@2", 2.0)),
+        ("hub:wikitext", DataSpec(HubSource("wikitext"), "hub:wikitext")),
+        ("hub:a/b:cfg", DataSpec(HubSource("a/b", "cfg"), "hub:a/b:cfg")),
+        ("hub:a/b:cfg:test", DataSpec(HubSource("a/b", "cfg", "test"), "hub:a/b:cfg:test")),
+        ("hub:a/b::extra", DataSpec(HubSource("a/b", None, "extra"), "hub:a/b::extra")),
+        ("hub:a@0.25", DataSpec(HubSource("a"), "hub:a@0.25", 0.25)),
+        ("hub:a@main", DataSpec(HubSource("a@main"), "hub:a@main")),
+    ],
+)
+def test_a_spec_without_path_is_read_as_its_grammar_says(spec: str, expected: DataSpec) -> None:
+    assert parse_spec(spec) == expected
+
+
+def test_a_relative_path_that_looks_like_a_hub_name_is_a_file_when_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path / "hub:x.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert parse_spec("hub:x.jsonl").files == (Path("hub:x.jsonl"),)
+
+
+def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl", "C.json", "README.md", ".hidden.txt", "deep/z.txt"):
+        touch(tmp_path / name)
+    found = parse_spec(str(tmp_path))
+    assert [path.name for path in found.files] == ["C.json", "a.jsonl", "b.txt"]
+    assert found.ignored == ("README.md", "deep")
+
+
+def save_split(folder: Path) -> Path:
+    """Make the files by which a saved dataset is recognised."""
+    for name in ("dataset_info.json", "state.json"):
+        touch(folder / name)
+    return folder
+
+
+def test_a_split_of_saved_datasets_is_named_by_its_folder(tmp_path: Path) -> None:
+    save_split(tmp_path / "two" / "train")
+    touch(tmp_path / "two" / "dataset_dict.json")
+    folder = tmp_path / "two" / "train"
+    assert parse_spec(f"{folder}@2") == DataSpec(folder, "train@2", 2.0)
+    with pytest.raises(UsageError, match="holds saved splits") as caught:
+        parse_spec(str(tmp_path / "two"))
+    assert caught.value.hint == f"name one of them, such as {folder}"
+
+
+USER = {"role": "user", "content": "hi"}
+REPLY = {"role": "assistant", "content": "hello"}
+ADD = {"role": "user", "content": "Add."}
+ADD_WITH_INPUT = {"role": "user", "content": "Add.\n\n1 and 2"}
+THREE = {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"text": "hi"}, Row("x:1", text="hi")),
+        ({"text": "hi", "id": 3, "messages": None}, Row("x:1", text="hi")),
+        ({"text": "hi", "messages": [USER]}, Row("x:1", messages=(USER,))),
+        ({"messages": [USER], "input_ids": [5, 0]}, Row("x:1", input_ids=(5, 0))),
+        ({"conversations": [USER]}, Row("x:1", messages=(USER,))),
+        ({"input_ids": [5, 6], "attention_mask": [1, 1]}, Row("x:1", input_ids=(5, 6))),
+        ({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}, Row("x:1", input_ids=(5, 6))),
+        ({"input_ids": [0, 0, 5], "attention_mask": [0, 0, 1]}, Row("x:1", input_ids=(5,))),
+        ({"input_ids": [5, 6], "attention_mask": None}, Row("x:1", input_ids=(5, 6))),
+        ({"text": "hi", "attention_mask": [0]}, Row("x:1", text="hi")),
+        ({"content": "hi", "path": "x.py"}, Row("x:1", text="hi")),
+        ({"prompt": "The sky is", "completion": " blue."}, Row("x:1", text="The sky is blue.")),
+        ({"prompt": [USER], "completion": [REPLY]}, Row("x:1", messages=(USER, REPLY))),
+        (
+            {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+            Row("x:1", text="Add.\n\n1 and 2\n\n3", messages=(ADD_WITH_INPUT, THREE)),
+        ),
+        (
+            {"instruction": "Add.", "output": "3"},
+            Row("x:1", text="Add.\n\n3", messages=(ADD, THREE)),
+        ),
+        ({"instruction": "Add.", "output": "3", "text": "hi"}, Row("x:1", text="hi")),
+    ],
+)
+def test_the_first_usable_field_is_taken(value: dict[str, Any], expected: Row) -> None:
+    assert parse_row(value, "x:1") == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (USER, USER),
+        ({**USER, "name": "Ann"}, {**USER, "name": "Ann"}),
+        ({"from": "human", "value": "q"}, {"role": "user", "content": "q"}),
+        ({"from": "system", "value": ""}, {"role": "system", "content": ""}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": x} for x in ("a", "b")]},
+            {"role": "user", "content": "ab"},
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [1]},
+            {"role": "assistant", "content": "", "tool_calls": [1]},
+        ),
+    ],
+)
+def test_a_message_becomes_role_and_text(message: object, expected: object) -> None:
+    assert parse_row({"messages": [message]}, "x:1").messages == (expected,)

@@ -84,7 +84,7 @@ def test_vllm(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES["sglang"])
 def test_sglang(tmp_path: Path, name: str) -> None:
-    """All loaders of the wheel are run on names by `tests/real_engines/test_sglang_releases.py`."""
+    """All loaders of the wheel are run on names by `tests/real_engines/test_releases.py`."""
     case = CASES["sglang"][name]
     report = compare("sglang", case, tmp_path / "f")
     if case["status"] == "dropped":

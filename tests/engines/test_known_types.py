@@ -14,7 +14,7 @@ from fp8calib.engines.registry import find_replayed
 from tests import zoo
 from tests.architectures import families
 from tests.kit.checkpoints import change_config
-from tests.truth.test_every_matrix import FAMILIES
+from tests.truth.test_ranks import FAMILIES
 
 CASES = [  # of transformers' and the engines' own files, read
     ("vllm", "inkling2_text", "<5.21.0,>=5.16.1"),

@@ -1,16 +1,33 @@
 """Scales brought to other formats, ranks and heads, with numbers worked out by hand."""
 
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.errors import ExportError, UsageError
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.convert import convert_table, explain_conversion, fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.geometry import Attention, ModelGeometry, Role
+from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from tests.formats.handmade import make_attention, make_geometry
+from fp8calib.numerics.histogram import count_bins
+from fp8calib.numerics.rules import AMAX, Fallback, ScaleRules, parse_rule
+from tests.formats.handmade import (
+    DATA,
+    MODEL,
+    linear_stats,
+    make_attention,
+    make_geometry,
+    plain_stats,
+    write_scales,
+)
+from tests.numerics.test_histogram import UNIT_BIN, make_histogram
 
 FOUR_HEADS = make_geometry([make_attention(0, num_heads=8, num_kv_heads=4)])
 TWO_HEADS = make_geometry([make_attention(0)])
@@ -170,3 +187,140 @@ def test_the_same_bytes_mean_the_same_numbers_to_torch(
     largest = torch.tensor(torch.finfo(dtypes[source]).max * scale)
     reached = (largest / fitted).clamp(max=torch.finfo(dtypes[target]).max).to(dtypes[target])
     assert float(reached.float() * fitted) == limit
+
+
+RULES = ("amax", "percentile:50", "percentile:99.9", "mse", "headroom:2")
+OCTAVE = 8
+BELOW_64 = {UNIT_BIN + 6 * OCTAVE - 1: 500, UNIT_BIN + 12 * OCTAVE: 500}
+
+
+def with_histograms(
+    stats: CalibrationStats, counts: Mapping[int, int], *, roles: str = "k v input"
+) -> CalibrationStats:
+    """Give the sites of some roles the same histogram."""
+    histogram = make_histogram(dict(counts))
+    sites = {
+        site: dataclasses.replace(seen, histogram=histogram) if site.role in roles.split() else seen
+        for site, seen in stats.sites.items()
+    }
+    return dataclasses.replace(stats, sites=sites)
+
+
+def change(stats: CalibrationStats, site: Site, **values: object) -> CalibrationStats:
+    """Change what was seen at one site."""
+    seen = dataclasses.replace(stats.sites[site], **values)
+    return dataclasses.replace(stats, sites={**stats.sites, site: seen})
+
+
+def kv_site(layer: int, role: Role) -> Site:
+    return Site(f"model.layers.{layer}.self_attn", role)
+
+
+# --- amax --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_amax_is_divided_by_the_largest_value_bit_for_bit(fmt: Fp8Format, tp: int) -> None:
+    stats = with_histograms(linear_stats(), BELOW_64)
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.rand(2, generator=generator) * 7
+    stats = change(stats, kv_site(0, Role.K), amax=drawn)
+    default = compute_kv_scales(stats, fmt, tp=tp, query=True)
+    named = compute_kv_scales(stats, fmt, tp=tp, query=True, rules=ScaleRules(rule=AMAX))
+    whole = drawn if tp == 2 else drawn.max().reshape(1)
+    largest = {"e4m3fn": 448, "e4m3fnuz": 240}[fmt.name]
+    assert torch.equal(default.scales[kv_site(0, Role.K)].values, whole / largest)
+    for table in (default, named):
+        assert table.kept_amax == {}
+        for site, scale in table.scales.items():
+            assert torch.equal(scale.values, default.scales[site].values)
+
+
+# --- all rules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("amax", [1e-45, 2.0**-60, 3e38])
+def test_scales_are_finite_and_positive_at_the_ends_of_fp32(rule: str, amax: float) -> None:
+    values = torch.tensor([amax, amax / 2])
+    stats = change(
+        with_histograms(plain_stats(), BELOW_64),
+        kv_site(0, Role.K),
+        amax=values,
+        histogram=count_bins(values),
+    )
+    table = compute_kv_scales(stats, E4M3FN, per_head=True, rules=ScaleRules(rule=parse_rule(rule)))
+    found = table.scales[kv_site(0, Role.K)].values
+    assert bool((found.isfinite() & (found > 0)).all())
+
+
+def _per_rank(rank: int, keys: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Give layer 0 as typed and layer 1 doubled, as `handmade` makes them."""
+    return {
+        str(layer): {name: scales[rank] * (layer + 1) for name, scales in keys.items()}
+        for layer in range(2)
+    }
+
+
+def _write(
+    stats: CalibrationStats,
+    path: Path,
+    *,
+    tp: int = 1,
+    fmt: Fp8Format = E4M3FN,
+    fallback: Fallback | None = None,
+) -> dict[str, Any]:
+    kv = compute_kv_scales(stats, fmt, tp=tp)
+    linears = compute_linear_scales(stats, fmt, tp=tp, rules=ScaleRules(fallback=fallback))
+    write_scales("rfc", kv, path, linears=linears)
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+EXPECTED = json.loads(Path(__file__).with_name("rfc_expected.json").read_text())
+"""By degree: the scales of every rank in layer 0."""
+
+
+def _section(
+    inputs: dict[str, list[float]], weights: dict[str, list[float]], tp: int
+) -> dict[str, Any]:
+    return {
+        "activation": {
+            "dtype": "bfloat16",
+            "target_dtype": "float8_e4m3fn",
+            "scaling_factor": {f"rank{rank}": _per_rank(rank, inputs) for rank in range(tp)},
+        },
+        "weight": {
+            "dtype": "float8_e4m3fn",
+            "scaling_factor": {f"rank{rank}": _per_rank(rank, weights) for rank in range(tp)},
+        },
+    }
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_rank_has_the_scales_of_its_rows_columns_and_heads(
+    tmp_path: Path, tp: int, is_fused: bool
+) -> None:
+    document = _write(linear_stats(is_fused=is_fused), tmp_path / "rfc.json", tp=tp)
+
+    n = EXPECTED[str(tp)]
+    factors = {
+        f"rank{rank}": {"0": scales[0], "1": scales[1]} for rank, scales in enumerate(n["kv"])
+    }
+    assert document == {
+        "model_type": "llama",
+        "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors},
+        "mlp": _section(
+            {"gate_proj": n["gate_in"], "up_proj": n["gate_in"], "down_proj": n["down_in"]},
+            {"gate_proj": n["gate"], "up_proj": n["up"], "down_proj": n["down"]},
+            tp,
+        ),
+        "attention": _section(
+            dict.fromkeys(("q_proj", "k_proj", "v_proj"), n["qkv_in"]) | {"o_proj": n["o_in"]},
+            {"q_proj": n["q"], "k_proj": n["k"], "v_proj": n["v"], "o_proj": n["o"]},
+            tp,
+        ),
+        "_fp8calib": {"model": MODEL, "data": DATA, "text_start": "fedcba9876543210"},
+    }

@@ -1,15 +1,26 @@
 """FP8 checkpoints of every tool, made by hand, read as numbers."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors import NaiveQuantizationCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
@@ -20,6 +31,7 @@ from tests.formats.fp8_handmade import (
     CASES,
     CODES,
     CT_BLOCK,
+    CT_CHANNEL,
     CT_STATIC,
     FINEGRAINED,
     LINEAR,
@@ -39,6 +51,7 @@ from tests.formats.fp8_handmade import (
     save,
     scalar,
 )
+from tests.zoo import build
 
 WEIGHT = f"{LINEAR}.weight"
 EXPERTS = "model.layers.3.mlp.experts"
@@ -277,3 +290,166 @@ def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
     assert checkpoint.activation(WEIGHT) == GROUP
     assert form.startswith(checkpoint.dialect.name)
     assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)
+
+
+BLOCK = 128
+FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
+STATIC_SCHEME = FP8 | {"strategy": "tensor"}
+TOKEN_INPUTS = FP8 | {"strategy": "token", "dynamic": True}
+GROUP_INPUTS = FP8 | {"strategy": "group", "group_size": BLOCK, "dynamic": True}
+BLOCKS = FP8 | {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, InputScaling]] = {
+    "static": (STATIC_SCHEME, STATIC_SCHEME, InputScaling.STATIC),
+    "channel": (FP8 | {"strategy": "channel"}, TOKEN_INPUTS, InputScaling.TOKEN),
+    "block": (BLOCKS, GROUP_INPUTS, InputScaling.GROUP),
+    "weights only": (FP8 | {"strategy": "channel"}, None, InputScaling.NONE),
+}
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    for rows in weight.split(BLOCK, dim=0):
+        yield from rows.split(BLOCK, dim=1)
+
+
+def _find_extremes(weight: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if strategy == "channel":
+        return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    if strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    shape = (-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
+    blocks = list(_blocks(weight))
+    lowest = torch.stack([block.min() for block in blocks]).reshape(shape)
+    return lowest, torch.stack([block.max() for block in blocks]).reshape(shape)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 256), (7, 300), (256, 127)])
+def test_the_compressor_of_compressed_tensors_decompresses_to_the_same_values(
+    tmp_path: Path, scheme: str, shape: tuple[int, int]
+) -> None:
+    weights, inputs, _ = SCHEMES[scheme]
+    arguments = QuantizationArgs(**weights)
+    group = QuantizationScheme(targets=["Linear"], weights=arguments, format="float-quantized")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    low, high = _find_extremes(weight, str(arguments.strategy))
+    scale, _ = calculate_qparams(low, high, arguments)
+    compressed = NaiveQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale}, group
+    )
+    theirs = NaiveQuantizationCompressor.decompress(dict(compressed), group)["weight"]
+    tensors = {f"a.{name}": tensor for name, tensor in compressed.items()}
+    if inputs is STATIC_SCHEME:
+        tensors["a.input_scale"] = torch.ones(1)
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
+    checkpoint = Fp8Checkpoint.open(save(tmp_path, tensors, config), fuse=False)
+    assert torch.equal(checkpoint.read("a.weight"), theirs)
+
+
+def test_transformers_dequantizes_fine_grained_weights_to_the_same_values(tmp_path: Path) -> None:
+    # In blocks that divide the weight: transformers 5.23 dequantizes no others at load.
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    model = build("llama", num_key_value_heads=4, **sizes)
+    model.config.quantization_config = FINEGRAINED | {"dequantize": True}
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if "_proj" in name]:
+        scale = _find_extremes(tensors[name].abs(), "block")[1] / 448
+        grid = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        tensors[name] = (tensors[name] / grid).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    save(tmp_path, tensors, None)
+    model.config.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    with Fp8Checkpoint.open(tmp_path, fuse=False) as checkpoint:
+        assert checkpoint.dialect.name == "autofp8"
+        assert len(checkpoint.quantized) == 14
+        for name in checkpoint.tensors:
+            assert torch.equal(theirs[name], checkpoint.read(name)), name
+
+
+SCALE = f"{LINEAR}.weight_scale"
+
+
+def _read_all(folder: Path, *, fuse: bool = True) -> None:
+    with Fp8Checkpoint.open(folder, fuse=fuse) as checkpoint:
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+            if name in checkpoint.quantized:
+                checkpoint.weight_scale(name)
+                checkpoint.activation(name)
+
+
+def _refuse(folder: Path, tensors: Tensors, config: object) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        _read_all(save(folder, tensors, config))
+    assert caught.value.message.startswith(str(folder))
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize("config", [CT_STATIC, CT_CHANNEL, CT_BLOCK])
+def test_a_config_of_compressed_tensors_without_a_format_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    groups = {
+        name: {key: value for key, value in item.items() if key != "format"}
+        for name, item in config["config_groups"].items()
+    }
+    bare = {key: value for key, value in config.items() if key != "format"}
+    require_format(tmp_path, {"quantization_config": config})
+    require_format(tmp_path, {"quantization_config": bare})
+    require_format(tmp_path, {"quantization_config": config | {"config_groups": groups}})
+    with pytest.raises(ModelError, match="'group_0' of config_groups has no format"):
+        require_format(tmp_path, {"quantization_config": bare | {"config_groups": groups}})
+
+
+def test_a_scale_lost_in_fp16_says_so(tmp_path: Path) -> None:
+    tensors = linear(scale=scalar(1e-8).to(torch.float16))
+    assert "fp16" in _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).hint
+
+
+def test_a_scale_that_the_index_leaves_out_is_found_for_the_user(tmp_path: Path) -> None:
+    save(tmp_path, linear(), AUTOFP8_DYNAMIC)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    second = {SCALE: HALF, "model.norm.weight": torch.ones(2)}
+    save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    shards = {
+        WEIGHT: "model-00001-of-00002.safetensors",
+        "model.norm.weight": "model-00002-of-00002.safetensors",
+    }
+    index = json.dumps({"metadata": {}, "weight_map": shards})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="weight_scale") as caught:
+        Fp8Checkpoint.open(tmp_path, fuse=False)
+    assert "model-00002-of-00002.safetensors, but not in the index" in caught.value.hint
+
+
+@pytest.mark.parametrize("case", CASES["refused"])
+def test_a_fault_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    row = CASES["refused"][case]
+    error = _refuse(tmp_path, make_tensors(row["tensors"]), find_config(row["config"]))
+    assert row["says"] in error.message
+    assert error.hint or not row.get("hint")
+
+
+def test_a_tensor_that_is_not_there_or_not_fp8_is_named(tmp_path: Path) -> None:
+    tensors = linear(scale=HALF) | {"model.norm.weight": torch.ones(2)}
+    checkpoint = Fp8Checkpoint.open(save(tmp_path, tensors, AUTOFP8_DYNAMIC), fuse=False)
+    readers: tuple[Callable[[str], object], ...] = (
+        checkpoint.read,
+        checkpoint.dtype,
+        checkpoint.weight_scale,
+        checkpoint.activation,
+        lambda name: checkpoint.read_rows(name, 0, 1),
+    )
+    for read in readers:
+        for name in ("model.nowhere.weight", SCALE):
+            with pytest.raises(ModelError, match=name):
+                read(name)
+    for read in (checkpoint.weight_scale, checkpoint.activation):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+            read("model.norm.weight")

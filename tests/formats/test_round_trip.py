@@ -1,5 +1,8 @@
 """Scales written in any dialect read back equal, as far as the dialect can hold them."""
 
+import dataclasses
+import json
+import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,22 +11,38 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from fp8calib.errors import UsageError
+from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.convert import convert_table
+from fp8calib.formats.dialect import WriteJob
 from fp8calib.formats.read import read_scales
-from fp8calib.formats.registry import list_format_names
+from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.formats.write import write_table
+from fp8calib.formats.write import (
+    check_export,
+    check_overlay_source,
+    write_formats,
+    write_table,
+)
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.rules import AMAX, Fallback, Rule, ScaleRules
 from tests.formats.handmade import (
+    MEASURED,
+    amax_of,
+    expert_stats,
     latent_stats,
     make_attention,
     make_geometry,
+    make_kv_sites,
     make_stats,
+    plain_stats,
+    record_fit,
     save_source,
+    write_scales,
 )
 from tests.kit.minutes import HAS_MINUTES
 
@@ -180,3 +199,184 @@ def test_a_latent_cache_has_one_scale_under_both_names_and_on_every_rank(
         0.5
     }
     assert {scale.values.numel() for scale in back.values()} == {2 if name in RANKED else 1}
+
+
+JSON = """{
+  "model_type": "llama",
+  "kv_cache": {
+    "dtype": "float8_e4m3fn",
+    "scaling_factor": {
+      "0": {
+        "0": 0.25,
+        "1": 2.0
+      },
+      "1": {
+        "0": 0.75,
+        "1": 0.0625
+      }
+    }
+  },
+  "_fp8calib": {
+    "model": "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "data": "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
+    "text_start": "fedcba9876543210"
+  }
+}
+"""
+
+
+def test_the_file_for_two_ranks_is_these_bytes(tmp_path: Path) -> None:
+    write_scales("vllm-json", compute_kv_scales(plain_stats(), E4M3FN, tp=2), tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_text() == JSON
+
+
+def test_numbers_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    job = WriteJob(table=compute_kv_scales(plain_stats(), E4M3FN))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        job.save_json(tmp_path / "a.json", {"scale": float("nan")})
+    assert not (tmp_path / "a.json").exists()
+
+
+HEADER = (
+    b'{"__metadata__":{"format":"pt","fp8calib.fits":"%b",'
+    b'"fp8calib.kv_cache_dtype":"float8_e4m3fn",'
+    b'"fp8calib.measured_on":"%b"},'
+    b'"transformer.h.0.attn.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
+    b'"transformer.h.0.attn.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[4,8]},'
+    b'"transformer.h.0.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[8,12]},'
+    b'"transformer.h.0.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}'
+)
+
+
+def test_the_file_of_tensors_is_these_bytes(tmp_path: Path) -> None:
+    geometry = make_geometry([make_attention(0, checkpoint_module="transformer.h.0.attn")])
+    table = compute_kv_scales(make_stats(geometry, make_kv_sites(geometry)), E4M3FN)
+    write_scales("kv-scales", table, tmp_path / "kv_scales.safetensors")
+
+    raw = (tmp_path / "kv_scales.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    records = tuple(text.replace('"', '\\"').encode() for text in (record_fit(1), MEASURED))
+    assert raw[8 : 8 + length].rstrip() == HEADER % records
+    assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 0000003f 0000403f")
+
+
+def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
+    stats = plain_stats()
+    table = compute_kv_scales(stats, E4M3FN)
+    left_out = write_scales(
+        "kv-overlay", table, tmp_path / "out", source=save_source(stats, tmp_path / "model")
+    )
+
+    raw = (tmp_path / "out" / "model-00002-of-00002.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    names = [f"model.layers.{layer}.self_attn.{role}_scale" for layer in range(2) for role in "kv"]
+    assert header == {
+        "__metadata__": {
+            "format": "pt",
+            "fp8calib.fits": record_fit(2),
+            "fp8calib.measured_on": MEASURED,
+        },
+        **{
+            name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * place, 4 * place + 4]}
+            for place, name in enumerate(names)
+        },
+    }
+    assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 00000040 0000003d")
+    assert left_out == {"model.gguf": "belongs to weights in another format"}
+
+
+def _write(
+    stats: CalibrationStats,
+    out: Path,
+    formats: tuple[str, ...],
+    *,
+    tps: tuple[int, ...] = (1,),
+    query: bool = False,
+    fallback: Fallback | None = None,
+    rule: Rule = AMAX,
+) -> list[str]:
+    needs_model = any(find_dialect(name).needs_model for name in formats)
+    source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
+    return write_formats(
+        stats,
+        formats,
+        out,
+        fmt=E4M3FN,
+        tps=tps,
+        source=source,
+        query=query,
+        rules=ScaleRules(rule=rule, fallback=fallback),
+    )
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Make an empty output folder."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def _with_dead_v(stats: CalibrationStats, *, scales: tuple[float, float]) -> CalibrationStats:
+    site = stats.geometry.layers[0].attention.site(Role.V)  # type: ignore[union-attr]
+    return dataclasses.replace(
+        stats, sites={**stats.sites, site: SiteStats(count=8, amax=amax_of(scales))}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fallback", "expected"), [(None, 0.75), (Fallback.LAYER_MAX, 0.75), (Fallback.ONE, 1.0)]
+)
+def test_a_dead_head_takes_the_fallback_and_is_named(
+    out: Path, fallback: Fallback | None, expected: float
+) -> None:
+    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.75))
+    notes = _write(stats, out, ("kv-overlay-head",), fallback=fallback)
+
+    scales = load_file(out / "kv-overlay-head" / "model-00002-of-00002.safetensors")
+    assert scales["model.layers.0.self_attn.v_scale"].flatten().tolist() == [expected, 0.75]
+    why = "only zeros were seen, so its scale is the fallback"
+    assert f"model.layers.0.self_attn.v: {why}" in notes
+
+
+def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Path) -> None:
+    stats = plain_stats()
+    site = stats.geometry.layers[0].attention.site(Role.K)  # type: ignore[union-attr]
+    unseen = SiteStats(count=0, amax=torch.zeros(2))
+    stats = dataclasses.replace(stats, sites={**stats.sites, site: unseen})
+
+    with pytest.raises(ExportError, match=r"no token reached model\.layers\.0\.self_attn\.k"):
+        _write(stats, out, ("kv-scales",))
+    notes = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
+    assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
+    why = "no token reached it, so its scale is the fallback, 1"
+    assert notes == [f"{site}: {why}"]
+
+
+def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:
+    notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2))
+
+    assert [note.partition(":")[0] for note in notes] == [
+        f"model.layers.0.mlp.experts.1.{name}_proj.input" for name in ("gate", "up", "down")
+    ]
+
+
+def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
+    geometry = expert_stats().geometry
+    layer = geometry.layers[0]
+    narrow = [linear.model_copy(update={"expert_block": 8}) for linear in layer.linears]
+    layer = layer.model_copy(update={"linears": tuple(narrow)})
+    geometry = geometry.model_copy(update={"layers": (layer,)})
+
+    check_export(geometry, ["vllm-json"], [2], E4M3FN)
+    with pytest.raises(UsageError, match="does not divide the 1 blocks"):
+        check_export(geometry, ["vllm-json", "rfc"], [2], E4M3FN)
+
+
+def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> None:
+    source = save_source(latent_stats(), tmp_path / "model")  # it has one layer only
+
+    with pytest.raises(ExportError, match=r"no tensor is under model\.layers\.1\.self_attn"):
+        check_overlay_source(plain_stats().geometry, ["kv-overlay"], source)
+    check_overlay_source(plain_stats().geometry, ["kv-scales"], source)

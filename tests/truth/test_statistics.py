@@ -1,7 +1,9 @@
 """Statistics of every architecture against a plain forward whose tensors were kept."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,28 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.calibration_stats import SiteStats
+from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.recorder import Recorder
+from fp8calib.calibration.reductions import (
+    observe_expert_down,
+    observe_expert_input,
+    observe_input,
+    reduce_tokens,
+)
+from fp8calib.model.geometry import Role, Site
+from fp8calib.numerics.positions import NUM_RANGES, RANGE_STARTS
 from tests import zoo
-from tests.doors import SEQ_LEN, Observe, Role, Site, make_plan, opened, run_calibration
+from tests.doors import (
+    SEQ_LEN,
+    Observe,
+    make_plan,
+    opened,
+    run_calibration,
+    short_positions,
+    split_positions,
+)
 from tests.truth import brute_force
 from tests.zoo import draw
 
@@ -181,3 +203,215 @@ def test_nothing_stays_on_the_model_and_its_output_is_untouched(case: Case) -> N
         assert not module._forward_pre_hooks, name
         assert not module._forward_hooks, name
         assert "_apply_gate" not in vars(module), name
+
+
+_SITE = Site("site", Role.INPUT)
+_HEADS, _WIDTH, _EXPERTS, _CHOSEN = 2, 4, 5, 2
+
+
+def record(view: BatchView, site: Site, seen: object) -> SiteStats:
+    recorder = Recorder(view.first + view.shape[0])
+    recorder.begin_batch(view)
+    recorder.record(site, seen)  # type: ignore[arg-type]
+    recorder.end_batch()
+    return recorder.stats()[site]
+
+
+def expect(rows: np.ndarray, found: SiteStats) -> None:
+    """Compare with loops: `rows` [N, C] are magnitudes, by token."""
+    starts = [*RANGE_STARTS, 1 << 60]
+    by_place = np.zeros(NUM_RANGES)
+    for place, row in enumerate(rows):
+        span = next(i for i in range(NUM_RANGES) if starts[i] <= place < starts[i + 1])
+        by_place[span] = max(by_place[span], row.max())
+    assert found.positions is not None
+    assert found.positions.tolist() == pytest.approx(by_place.tolist())
+    assert found.amax.tolist() == pytest.approx(rows.max(0).tolist())
+    assert found.sequences is not None
+    assert found.sequences.tolist() == pytest.approx([rows.max()])
+
+
+@pytest.mark.parametrize("length", [60, 513, 1100])
+def test_heads_inputs_and_experts(length: int) -> None:
+    """Beyond 512 and 1,024 tokens there are several ranges of positions."""
+    rng = np.random.default_rng(length)
+    view = BatchView(shape=(1, length), lengths=(length,), first=0)
+    heads = torch.from_numpy(rng.standard_normal((1, _HEADS, length, _WIDTH), np.float32))
+    found = record(view, _SITE, reduce_tokens(view, heads, _HEADS, 1))
+    expect(heads[0].abs().amax(-1).T.numpy(), found)
+
+    x = torch.from_numpy(rng.standard_normal((1, length, 6), np.float32))
+    found = record(view, _SITE, observe_input(view, _SITE, x))
+    expect(x[0].abs().numpy(), found)
+
+    index = torch.from_numpy(np.stack([rng.permutation(_EXPERTS)[:_CHOSEN] for _ in range(length)]))
+    found = record(view, _SITE, observe_expert_input(view, _SITE, x[0], index, _EXPERTS))
+    expect(x[0].abs().numpy(), found)
+
+    module = SimpleNamespace(down_proj=torch.zeros(_EXPERTS, 3, 6))
+    call = ExpertsCall(path="experts", module=module, block=3, index=index)
+    order = torch.sort(index.flatten()).indices
+    routed = torch.from_numpy(rng.standard_normal((length * _CHOSEN, 6), np.float32))
+    found = record(view, _SITE, observe_expert_down(view, call, routed[order]))
+    by_token = routed.view(length, _CHOSEN, 6).abs().amax(1).numpy()
+    expect(by_token, found)
+
+
+def test_rows_of_padding_do_not_count() -> None:
+    rng = np.random.default_rng(0)
+    view = BatchView(shape=(2, 7), lengths=(7, 4), first=0)
+    x = torch.from_numpy(rng.standard_normal((2, 7, 6), np.float32))
+    x[1, 4:] = 100
+    kept = torch.cat([x[0], x[1, :4]]).abs()
+    index = torch.zeros(14, 1, dtype=torch.int64)
+    for seen in (
+        observe_input(view, _SITE, x),
+        observe_expert_input(view, _SITE, x.flatten(0, 1), index, 1),
+    ):
+        found = record(view, _SITE, seen)
+        assert found.amax.tolist() == pytest.approx(kept.amax(0).tolist())
+        assert found.positions is not None
+        assert float(found.positions[0]) == pytest.approx(float(kept.max()))
+        assert found.sequences is not None
+        expected = [float(x[0].abs().max()), float(x[1, :4].abs().max())]
+        assert found.sequences.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("lengths", [(600, 600, 600), (600, 9, 513)])
+def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> None:
+    """In a run of six sequences, of which the batch has those from the third on."""
+    rng = np.random.default_rng(1)
+    view = BatchView(shape=(3, 600), lengths=lengths, first=2)
+    x = torch.from_numpy(rng.standard_normal((3, 600, 6), np.float32))
+    index = torch.from_numpy(rng.integers(0, _EXPERTS, (3 * 600, 1)))
+    order = torch.sort(index.flatten()).indices
+    call = ExpertsCall(
+        path="e",
+        module=SimpleNamespace(down_proj=torch.zeros(_EXPERTS, 3, 6)),
+        block=2,
+        index=index,
+    )
+    heads = x.view(3, 600, _HEADS, 3).transpose(1, 2)
+    by_sequence = [float(x[i, :length].abs().max()) for i, length in enumerate(lengths)]
+    counted = [x[i, :length].abs() for i, length in enumerate(lengths)]
+    first = max(float(rows[:512].max()) for rows in counted)
+    second = max(float(rows[512:].max()) for rows in counted if len(rows) > 512)
+    routed = torch.cat([torch.full((600,), length) for length in lengths])
+    is_counted = torch.arange(600).repeat(3) < routed
+    for seen in (
+        reduce_tokens(view, heads, _HEADS, 1),
+        observe_input(view, _SITE, torch.stack([x, x / 2])),
+        observe_expert_input(view, _SITE, x.flatten(0, 1), index, _EXPERTS),
+        observe_expert_down(view, call, x.flatten(0, 1)[order]),
+    ):
+        found = record(view, _SITE, seen)
+        assert found.sequences is not None
+        assert found.positions is not None
+        assert found.sequences.tolist() == pytest.approx([0, 0, *by_sequence])
+        assert found.positions[:3].tolist() == pytest.approx([first, second, 0])
+        assert float(found.amax.max()) == pytest.approx(max(by_sequence))
+        assert found.count == sum(lengths)
+        if found.expert_counts is not None:
+            counts = torch.bincount(index.flatten()[is_counted], minlength=_EXPERTS)
+            assert found.expert_counts.tolist() == counts.tolist()
+
+
+def test_nan_is_found_in_a_run_that_starts_again() -> None:
+    """As a streamed run does whose batches did not fit into memory."""
+    recorder = Recorder(4)
+
+    def observe(first: int, value: float) -> tuple[Site, int] | None:
+        view = BatchView(shape=(2, 3), lengths=(3, 3), first=first)
+        x = torch.ones(2, 3, 4)
+        x[1, 2, 0] = value
+        recorder.begin_batch(view)
+        recorder.record(_SITE, observe_input(view, _SITE, x))
+        recorder.end_batch()
+        return recorder.find_nonfinite()
+
+    assert observe(0, 1.0) is None
+    assert observe(2, 1.0) is None
+    recorder.forget()
+    assert observe(0, float("nan")) == (_SITE, 1)
+    assert observe(2, float("inf")) == (_SITE, 3)
+
+
+RANGES = [(0, 4), (4, 8), (8, 16), (16, 32)]
+"""What a first range of four positions makes of 20."""
+LENGTHS = {1: [20, 20, 20], 3: [20, 3, 9, 17, 5, 20]}
+"""By batch size: in batches of 3 the sequences are padded."""
+
+
+@pytest.fixture
+def _short_ranges() -> Iterator[None]:
+    with short_positions(4):
+        yield
+
+
+def check(stats: Any, site: Site, sequences: Sequence[np.ndarray]) -> None:
+    """Compare a site with what every sequence showed there: [S, anything] each."""
+    found = stats.sites[site].positions
+    assert found is not None, site
+    parts = [[x[first:stop] for x in sequences] for first, stop in RANGES]
+    expected = [max((float(np.abs(x).max()) for x in xs if x.size), default=0.0) for xs in parts]
+    expected += [0.0] * (NUM_RANGES - len(RANGES))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=2e-6, atol=1e-7, err_msg=str(site))
+
+
+def rows_of(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Lay [1, H, S, D] out as [S, H, D]."""
+    return [x[0].transpose(1, 0, 2) for x in tensors]
+
+
+@pytest.mark.usefixtures("_short_ranges")
+@pytest.mark.parametrize("batch_size", LENGTHS)
+@pytest.mark.parametrize("family", sorted(zoo.ZOO))
+def test_every_range_holds_the_maximum_of_its_tokens(
+    family: str, batch_size: int, tmp_path: Path
+) -> None:
+    model = zoo.save(family, tmp_path)
+    sequences = draw(LENGTHS[batch_size])
+    plan = make_plan(sequences, packed=False)
+    prepared, stats = run_calibration(tmp_path, plan, batch_size=batch_size, weights=False)
+    truth = brute_force.run(model, sequences)
+    attentions = list(prepared.geometry.attentions())
+    for place, (layer, attention) in enumerate(attentions):
+        if attention.producer is None:
+            keys, values = zip(*truth.kv[layer.index], strict=True)
+            check(stats, attention.site(Role.K), rows_of(keys))
+            check(stats, attention.site(Role.V), rows_of(values))
+        if attention.site(Role.Q) in stats.sites:
+            check(stats, attention.site(Role.Q), rows_of([q[place] for q in truth.queries]))
+    modules = dict(model.named_modules())
+    for path, routed in truth.routed.items():
+        check(
+            stats,
+            Site(f"{path}.gate_proj", Role.INPUT),
+            [hidden.reshape(-1, hidden.shape[-1]).numpy() for hidden, _ in routed],
+        )
+        found = stats.sites[Site(f"{path}.down_proj", Role.INPUT)].positions
+        for number, (first, stop) in enumerate(RANGES):
+            part = [
+                (hidden.reshape(-1, hidden.shape[-1])[first:stop], index[first:stop])
+                for hidden, index in routed
+            ]
+            down = brute_force.run_experts(modules[path], part).down.values()
+            expected = max(float(np.abs(rows).max()) for rows in down)
+            assert float(found[number]) == pytest.approx(expected, rel=1e-5)
+    inputs = [
+        site.module
+        for site, seen in stats.sites.items()
+        if site.role is Role.INPUT and seen.expert_counts is None
+    ]
+    assert inputs
+    for name in inputs:
+        check(stats, Site(name, Role.INPUT), truth.inputs[name])
+
+
+def test_ranges_double_and_the_last_has_no_end() -> None:
+    assert split_positions(1) == [(0, 1)]
+    assert split_positions(512) == [(0, 512)]
+    assert split_positions(513) == [(0, 512), (512, 513)]
+    assert split_positions(3000) == [(0, 512), (512, 1024), (1024, 2048), (2048, 3000)]
+    assert split_positions(10**7)[-1] == (2**19, 10**7)
+    assert len(split_positions(10**7)) == NUM_RANGES

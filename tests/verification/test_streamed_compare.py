@@ -31,7 +31,7 @@ from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.score import Scores, score
 from tests import zoo
-from tests.calibration.test_streamed import MODELS
+from tests.calibration.test_plan import MODELS
 from tests.doors import make_plan, run_calibration
 from tests.kit.minutes import in_minutes
 from tests.verification.by_hand import Subject, emulate_scheme
