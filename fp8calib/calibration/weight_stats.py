@@ -11,7 +11,6 @@ from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
-from fp8calib.errors import ModelError
 from fp8calib.model.geometry import Linear, Role, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource, read_linears
@@ -32,12 +31,6 @@ def observe_weights(
     by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
     for linear, expert, weight in read_linears(observed, source):
         name = linear.weight_name if expert is None else f"{linear.weight_name}[{expert}]"
-        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-            raise ModelError(
-                f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
-                "quantized, although its config does not state it",
-                hint="calibrate the unquantized model it was made from",
-            )
         found = {"amax": row_amax(weight), "amax_in": channel_amax(weight)}
         if weight.device.type == "cpu" and not bool(found["amax"].isfinite().all()):
             _require_finite(weight, name, 0)

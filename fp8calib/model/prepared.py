@@ -184,14 +184,15 @@ def check_stored_parameters(weights: WeightSource) -> None:
         raise missing_error(stored.folder, missing)
     known = model.state_dict()
     for name, tensor in weights.single_tensors.items():
-        entry = stored.tensors[tensor]
-        found = entry.shape
+        found = stored.tensors[tensor].shape
         if name in known and tuple(found) != tuple(known[name].shape):
             raise mismatch_error(stored.folder, name, found, known[name].shape)
-        if name in known and known[name].is_floating_point() and entry.dtype in INTEGERS:
+    floats = [name for name in weights.parameters if known[name].is_floating_point()]
+    for tensor in sorted(weights.tensor_names(floats)):
+        if (dtype := stored.tensors[tensor].dtype) in INTEGERS:
             raise ModelError(
-                f"{name} is stored in {entry.dtype}: the model is quantized, although its config "
-                "does not state it",
+                f"{tensor} is stored in {dtype}: the model is quantized, although its config does "
+                "not state it",
                 hint="use the unquantized model that it was made from",
             )
     if unused := list(_find_switched_off(weights, leftovers)):

@@ -58,6 +58,11 @@ def test_integers_in_place_of_a_weight_are_refused(streamed: bool, tmp_path: Pat
     already = pytest.raises(ModelError, match=r"already quantized: .* is stored in I8")
     with Checkpoint.open(tmp_path / "m") as checkpoint, already:
         check_unquantized(checkpoint)
+    zoo.save("mixtral", tmp_path / "m")
+    expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    change_tensors(tmp_path / "m", {expert: torch.ones(32, 48, dtype=torch.int8)})
+    with pytest.raises(ModelError, match=rf"{expert} is stored in I8"):
+        calibrate(tmp_path / "m", streamed=streamed)
 
 
 @EITHER
