@@ -38,7 +38,7 @@ _EXPORT_AGAIN = "export the checkpoint again, with hf_quant_config.json"
 def find_kv_method(
     quantization: Mapping[str, object], release: Release, *, beside: object = None
 ) -> KvMethod | None:
-    """Find the method that loads KV scales, after the checks that vLLM makes.
+    """Find the method that loads KV scales, after the checks that vLLM makes for every model.
 
     `beside` is the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
 
@@ -152,8 +152,12 @@ def name_exclusion_list(
     return next((key for key in keys if key in section), keys[-1])
 
 
-def _check_compressed(quantization: Mapping[str, object]) -> None:
-    """Check the config of compressed-tensors, except what is inside its groups."""
+def refuse_scheme(quantization: Mapping[str, object]) -> None:
+    """Refuse a `kv_cache_scheme` that `CompressedTensorsKVCacheMethod` raises an error for.
+
+    vLLM makes that method only for an `Attention` with a config: not for latent attention
+    (`get_quant_method`; the same in 0.26.0 to 0.33.0, read).
+    """
     scheme = quantization.get("kv_cache_scheme")
     strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
     fault = find_scheme_fault(scheme)
@@ -162,6 +166,10 @@ def _check_compressed(quantization: Mapping[str, object]) -> None:
     if fault:
         fix = SCHEME_HINT if isinstance(scheme, dict) else "write the scheme of kv-overlay"
         raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
+
+
+def _check_compressed(quantization: Mapping[str, object]) -> None:
+    """Check the config of compressed-tensors, except its KV scheme and what is in its groups."""
     groups = quantization.get("config_groups", {})
     if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
         raise Unjudged("config_groups is not what compressed-tensors writes")

@@ -28,9 +28,7 @@ from fp8calib.model.module_paths import split_expert
 
 WRAPPERS = "class with other inputs beside text"
 _SKIPPED_ROOTS = "loader of this model type skips names that begin with"
-_FUSES_LENIENTLY = (
-    "lenient loader of this model type renames q_proj before it looks for a parameter"
-)
+_SKIPS_ALL = "lenient loader of this model type skips every name that it does not rename"
 _IGNORES_COMPANIONS = (
     "loader of this model type ignores a weight_scale or input_scale without a parameter"
 )
@@ -204,11 +202,12 @@ class WeightLoader:
         if is_of_weight and not is_renamed and ignores_companions:
             return parent in self._stored
         if self._kind is LoaderKind.LENIENT:
-            is_mapped = leaf in _IGNORED or (self._method is None and mapped.endswith(_UNMAPPED))
-            fuses_it = self._release.has(_FUSES_LENIENTLY, model_type)
-            fuses = fuses_it or not _PROJECTION.search(mapped)
             has_root = mapped.partition(".")[0] in self._roots
-            return is_mapped and has_root and not (is_renamed and fuses)
+            if self._release.has(_SKIPS_ALL, model_type):
+                return has_root and not is_renamed
+            is_mapped = leaf in _IGNORED or (self._method is None and mapped.endswith(_UNMAPPED))
+            is_left = not is_renamed or bool(_PROJECTION.search(mapped))
+            return is_mapped and has_root and is_left
         if self._kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self._method is None:
             return False
         return parent in self._attends and leaf in _IGNORED

@@ -34,7 +34,7 @@ from fp8calib.engines.replay.verdicts import (
     judge_number,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
+from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method, refuse_scheme
 from fp8calib.engines.vllm.names import (
     NAMES_FIX,
     WRAPPERS,
@@ -238,8 +238,10 @@ class _Replay:
         )
 
     def _judge_layers(self) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
-        context = self._context
-        loader = WeightLoader(context, self._method, self._find_places(), self._release)
+        context, places = self._context, self._find_places()
+        if self._is_compressed and places:
+            refuse_scheme(self._quantization)
+        loader = WeightLoader(context, self._method, places, self._release)
         loader.refuse_faults()
         context.load(loader.find_slot)
         has_others = any([*context.optional.values(), context.zero_points])
