@@ -187,6 +187,14 @@ def check_stored_parameters(weights: WeightSource) -> None:
         found = stored.tensors[tensor].shape
         if name in known and tuple(found) != tuple(known[name].shape):
             raise mismatch_error(stored.folder, name, found, known[name].shape)
+    for names in weights.list_stacked():
+        shape = stored.tensors[names[0]].shape
+        for name in names:
+            if (found := stored.tensors[name].shape) != shape:
+                raise UnfilledModelError(
+                    f"{stored.folder}: {name} is {list(found)}, and {names[0]} is {list(shape)}",
+                    hint="experts of a layer have one shape; download the weights again",
+                )
     floats = [name for name in weights.parameters if known[name].is_floating_point()]
     for tensor in sorted(weights.tensor_names(floats)):
         if (dtype := stored.tensors[tensor].dtype) in INTEGERS:

@@ -8,7 +8,7 @@ can load.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -139,6 +139,11 @@ class WeightSource:
         parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
 
+    def list_stacked(self) -> Iterator[list[str]]:
+        """List the tensors that have one shape: one projection of all experts of a layer."""
+        for parts in self._parts.values():
+            yield from _group(parts).values()
+
     def reading_from(self, source: Any) -> WeightSource:
         """Copy this object to read from `source`, which has the tensor names of the checkpoint.
 
@@ -186,9 +191,7 @@ class WeightSource:
             for expert in range(self.source.tensors[name].shape[0]):
                 yield self.source.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):
-            by_pattern: dict[str | None, list[str]] = defaultdict(list)
-            for name, pattern in parts:
-                by_pattern[pattern].append(name)
+            by_pattern = _group(parts)
             for names in zip(*by_pattern.values(), strict=True):
                 one_expert = list(zip(names, by_pattern, strict=True))
                 yield self._convert(parameter, one_expert)[parameter][0]
@@ -218,6 +221,14 @@ class WeightSource:
             name: value[0] if isinstance(value, list) else value
             for name, value in converted.items()
         }
+
+
+def _group(parts: Iterable[_Part]) -> Mapping[str | None, list[str]]:
+    """Group tensors by the pattern of the conversion that takes them."""
+    by_pattern: dict[str | None, list[str]] = defaultdict(list)
+    for name, pattern in parts:
+        by_pattern[pattern].append(name)
+    return by_pattern
 
 
 def _map_names(

@@ -63,6 +63,10 @@ def test_integers_in_place_of_a_weight_are_refused(streamed: bool, tmp_path: Pat
     change_tensors(tmp_path / "m", {expert: torch.ones(32, 48, dtype=torch.int8)})
     with pytest.raises(ModelError, match=rf"{expert} is stored in I8"):
         calibrate(tmp_path / "m", streamed=streamed)
+    change_tensors(tmp_path / "m", {expert: torch.ones(32, 16)})
+    said = rf"{expert} is \[32, 16\], and .* is \[32, 48\]|transformers cannot load .* shape"
+    with pytest.raises(ModelError, match=said):
+        calibrate(tmp_path / "m", streamed=streamed)
 
 
 @EITHER
