@@ -55,7 +55,7 @@ from fp8calib.commands.recipe import (
     resolve_text,
 )
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import BeforeAfter, RunPlan
+from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.data.sequences import parse_share
@@ -71,7 +71,6 @@ from fp8calib.formats.write import (
 )
 from fp8calib.machine import ProcessRank
 from fp8calib.model.device import choose_rank_device
-from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.model.load import load_tokenizer
 from fp8calib.numerics.formats import FP8_FORMATS
 
@@ -340,7 +339,6 @@ def _quantize(
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in unmeasured
         ],
-        stats=stats,
         plain_caches=asked.kv_cache_dtype_skip_layers,
     )
 
@@ -356,7 +354,6 @@ def _make_result(
 ) -> CalibrateResult:
     """Make the result; `cost` is what the run gave, and `written` has the rest of the fields."""
     model, text, recipe, header = job.model, job.plan, job.recipe, stats.header
-    before, after = kv_bytes_per_token(stats.geometry)
     expert_tokens = {
         name.removesuffix(".up_proj"): tokens for name, tokens in stats.expert_counts.items()
     }
@@ -384,7 +381,7 @@ def _make_result(
         coverage=Coverage(observed=len(stats.sites), skipped=header.skipped),
         saturation=compute_saturation(stats),
         expert_tokens=expert_tokens,
-        kv_bytes_per_token=BeforeAfter(before=before, after=after),
+        kv_bytes_per_token=measure_kv_bytes(stats.geometry),
         warnings=(
             *model.list_warnings(),
             *(text.warnings if text else ()),

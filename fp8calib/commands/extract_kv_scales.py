@@ -19,6 +19,7 @@ from fp8calib.commands.result import (
     WrittenCheck,
     describe_checks,
     list_top_level,
+    measure_kv_bytes,
 )
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
@@ -195,7 +196,6 @@ def _write(
     from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.check_written import finish_checkpoint, require_server
     from fp8calib.formats.write import list_owned, write_found
-    from fp8calib.model.kv_bytes import kv_bytes_per_token
     from fp8calib.quantization.attachment import describe_attachment
 
     out, geometry = Path(request.save_path), found.table.geometry
@@ -227,7 +227,6 @@ def _write(
                 check=request.check,
             )
         files = list_files(folder)
-    before, after = kv_bytes_per_token(geometry)
     return ExtractResult(
         save_path=out,
         files=files,
@@ -243,7 +242,7 @@ def _write(
         ),
         notes=notes,
         compared=attachment.compared,
-        kv_bytes_per_token=BeforeAfter(before=before, after=after),
+        kv_bytes_per_token=measure_kv_bytes(geometry),
         checked=checked,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +19,9 @@ from fp8calib.commands.result import (
     WrittenCheck,
     describe_checks,
     list_checkpoint,
+    measure_kv_bytes,
 )
-from fp8calib.errors import RecipeError, UsageError, cut_list
+from fp8calib.errors import Fp8CalibError, RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.geometry import Frozen
@@ -29,7 +31,6 @@ from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.commands.calibrate import CalibrateRequest
     from fp8calib.commands.recipe import Recipe
@@ -261,7 +262,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 folder=out,
                 started=started,
                 notes=notes,
-                stats=stats,
                 plain_caches=plain_caches,
             )
     warn_of_quantized(result, request, reporter)
@@ -322,7 +322,6 @@ def finish_quantized(
     path: str = ".",
     started: float,
     notes: Sequence[str] = (),
-    stats: CalibrationStats | None = None,
     plain_caches: Sequence[int] = (),
 ) -> QuantizeResult:
     """Look at a written checkpoint as `check` does, write its card, and make the result.
@@ -337,13 +336,11 @@ def finish_quantized(
         path: of the checkpoint in the output folder.
         started: the value of time.monotonic() at the start.
         notes: on its scales.
-        stats: the statistics of K and V.
         plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
     """
-    from fp8calib.checkpoint.model_config import CONFIG_NAME, find_dtype
     from fp8calib.checkpoint.output import list_files
     from fp8calib.commands.check_written import finish_checkpoint
-    from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+    from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
 
     scheme = plan.settings.scheme.name
     others = list_layer_schemes(plan) if plan.settings.by_pattern else ()
@@ -355,12 +352,10 @@ def finish_quantized(
         check=request.check,
         plain_caches=plain_caches,
     )
-    config = plan.json_files[CONFIG_NAME]
-    size = (
-        kv_bytes_per_token(stats.geometry)
-        if stats is not None and plan.has_kv
-        else estimate_kv_bytes(config, find_dtype(config))
-    )
+    sizes = None
+    if not plain_caches:
+        with suppress(Fp8CalibError):  # its layers are not understood
+            sizes = measure_kv_bytes(read_folder_geometry(open_folder(folder / path)))
     return QuantizeResult(
         out=(target or folder) / path,
         files=list_files(folder / path),
@@ -378,9 +373,7 @@ def finish_quantized(
         dead=written.all_zero,
         has_kv_scales=plan.has_kv,
         notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
-        kv_bytes_per_token=None
-        if size is None or plain_caches
-        else BeforeAfter(before=size[0], after=size[1]),
+        kv_bytes_per_token=sizes,
         checked=checked,
     )
 
@@ -406,8 +399,8 @@ def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block
     if (sizes := result.kv_bytes_per_token) is not None:
         scales = "its own scales" if result.has_kv_scales else "scale 1.0"
         yield Line(
-            f"KV cache: {sizes.before:,} bytes per token in 16 bits, {sizes.after:,} in FP8, which "
-            f"uses {scales}"
+            f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8, which uses "
+            f"{scales}"
         )
     yield Line(f"written to {result.out}: {list_checkpoint(result.files)}")
     yield from map(Line, describe_checks(result.checked))

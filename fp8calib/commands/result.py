@@ -11,7 +11,7 @@ from pydantic import Field
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
-from fp8calib.model.geometry import Frozen
+from fp8calib.model.geometry import Frozen, ModelGeometry
 from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 
@@ -147,6 +147,9 @@ class ErrorResult(Result):
 # --- what is written -----------------------------------------------------------------------------
 
 
+_WIDE_DTYPES = {"float32": 4, "float64": 8}
+
+
 class BeforeAfter(Frozen):
     """Sizes in bytes: before and after a command, or without and with FP8."""
 
@@ -156,6 +159,13 @@ class BeforeAfter(Frozen):
     def describe(self) -> str:
         """Describe both sizes: `269 MB -> 135 MB`."""
         return f"{format_size(self.before)} -> {format_size(self.after)}"
+
+
+def measure_kv_bytes(geometry: ModelGeometry) -> BeforeAfter:
+    """Give the bytes of KV cache per token over all layers and ranks, now and in FP8."""
+    elements = geometry.kv_elements_per_token
+    width = _WIDE_DTYPES.get(geometry.checkpoint_dtype, 2)
+    return BeforeAfter(before=elements * width, after=elements)
 
 
 class WrittenCheck(Frozen):

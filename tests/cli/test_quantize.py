@@ -172,3 +172,6 @@ def test_calibrate_leaves_what_it_does_not_measure_and_says_so(tmp_path: Path) -
     again = ("--scheme", "fp8-static", "--stats", tmp_path / "out" / "stats.safetensors")
     succeed("quantize", tmp_path / "model", *again, *options, "--out", tmp_path / "again")
     assert snapshot(tmp_path / "out" / "fp8-static") == snapshot(tmp_path / "again")
+    plain = ("--scheme", "fp8-dynamic", "--out", tmp_path / "plain", "--json")
+    size = succeed("quantize", tmp_path / "model", *plain).json["kv_bytes_per_token"]
+    assert size == report["kv_bytes_per_token"]  # layers share caches

@@ -156,7 +156,6 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
             *(request, checkpoint, expected, written),
             folder=out,
             started=started,
-            stats=stats,
             plain_caches=plain_caches,
         )
     result = GptqResult(**dict(made), rounded=tuple(rounded))
