@@ -89,6 +89,8 @@ def test_sglang(tmp_path: Path, name: str) -> None:
     report = compare("sglang", case, tmp_path / "f")
     if case["status"] == "dropped":
         assert all(layer.k.fix and layer.v.fix for layer in report.layers)
+        doubted = report.model_copy(update={"unknown": ("something else",)})
+        assert doubted.fault == report.fault
 
 
 @pytest.mark.parametrize("quantization", [FP8, MODELOPT, QUARK])

@@ -3,7 +3,6 @@
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.model.kv_bytes import estimate_kv_bytes
 from fp8calib.model.tensor_parallel import (
     check_heads,
     check_linears,
@@ -32,26 +31,3 @@ def test_blocks_of_experts_are_cut_along_the_same_axis() -> None:
     check_linears(expert_stats().geometry, 4)
     with pytest.raises(UsageError, match="4 blocks of 2 channels"):
         check_linears(expert_stats().geometry, 8)
-
-
-HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({**HEADS, "head_dim": 16}, (2 * 2 * 16 * 3 * 2, 2 * 2 * 16 * 3)),
-        ({"text_config": {**HEADS, "head_dim": 16}}, (384, 192)),
-        (
-            {**HEADS, "head_dim": 4, "layer_types": ["full_attention", "linear_attention"]},
-            (32, 16),
-        ),
-        ({**HEADS, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (576 * 3 * 2, 576 * 3)),
-        ({"n_layer": 2, "n_head": 4, "n_embd": 32}, (256, 128)),
-        ({"num_hidden_layers": 2}, None),
-    ],
-)
-def test_the_cache_is_sized_from_the_config(
-    config: dict[str, object], expected: tuple[int, int] | None
-) -> None:
-    assert estimate_kv_bytes(config, "bfloat16") == expected

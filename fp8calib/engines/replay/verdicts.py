@@ -161,7 +161,8 @@ class EngineReport(Frozen):
         if self.ok:
             return ""
         unused = (each.why for each in self.slots.values() if each.status is not Status.USED)
-        doubts = (*self.unknown, *self.suspicious, *unused)
+        faults = () if self.status is Status.UNKNOWN else (*self.suspicious, *unused)
+        doubts = (*faults, *self.unknown, *unused)
         return self.load_fault or shorten(next(iter(doubts), ""))
 
     @property
