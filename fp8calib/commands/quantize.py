@@ -338,9 +338,10 @@ def finish_quantized(
         notes: on its scales.
         plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
     """
+    from fp8calib.checkpoint.model_config import CONFIG_NAME
     from fp8calib.checkpoint.output import list_files
     from fp8calib.commands.check_written import finish_checkpoint
-    from fp8calib.engines.replay.folder import open_folder, read_folder_geometry
+    from fp8calib.model.geometry_from_config import read_geometry
 
     scheme = plan.settings.scheme.name
     others = list_layer_schemes(plan) if plan.settings.by_pattern else ()
@@ -355,7 +356,7 @@ def finish_quantized(
     sizes = None
     if not plain_caches:
         with suppress(Fp8CalibError):  # its layers are not understood
-            sizes = measure_kv_bytes(read_folder_geometry(open_folder(folder / path)))
+            sizes = measure_kv_bytes(read_geometry(folder / path, plan.json_files[CONFIG_NAME]))
     return QuantizeResult(
         out=(target or folder) / path,
         files=list_files(folder / path),
