@@ -44,13 +44,6 @@ def test_the_smallest_that_passes_is_kept_and_verify_agrees(
     assert "vllm serve" in (out / report["chosen"] / "README.md").read_text()
 
 
-def test_a_short_text_is_told_before_the_run(model: Path, rows: Path, tmp_path: Path) -> None:
-    command = ("auto", model, "--data", rows, *OPTIONS, "--out", tmp_path / "out", "--dry-run")
-    said = "8 sequences to verify with may not tell"
-    assert said not in succeed(*command).err
-    assert said.replace("8", "4") in succeed(*command, "--samples", 20).err
-
-
 def test_nothing_is_kept_where_nothing_passes(model: Path, rows: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate.yaml"
     gate.write_text("pass_at: 1.5\nfail_above: 2.0\nkld_fail_above: 1.0e-12\n")
@@ -86,6 +79,10 @@ def test_a_dry_run_names_the_steps_and_writes_nothing(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:
     command = ("auto", model, "--data", rows, *OPTIONS, "--gpu", "a100", "--out", tmp_path / "out")
-    plan = succeed(*command, "--dry-run", "--json").json["plan"]
+    planned = succeed(*command, "--dry-run", "--json")
+    plan = planned.json["plan"]
     assert plan["steps"][:2] == ["calibrate on 32 of 40 sequences", "write w8a16"]
+    said = "8 sequences to verify with may not tell"
+    assert said not in planned.err
+    assert said.replace("8", "4") in succeed(*command, "--samples", 20, "--dry-run").err
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,8 @@
 """`calibrate`: what it writes, what it prints, and what every option changes."""
 
 import json
+import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
+from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats, load_stats_file
 from fp8calib.commands.options import recipe_files
-from fp8calib.model.geometry import Role
+from fp8calib.commands.saturation import compute_saturation
+from fp8calib.model.geometry import Role, Site
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, write_rows
-from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.formats.handmade import make_geometry, make_stats
 from tests.kit.checked import list_commands
 
 K0 = "model.layers.0.self_attn.k_scale"
@@ -38,23 +42,6 @@ def stats_of(out: Path) -> CalibrationStats:
 # --- what is printed and written ---------------------------------------------------------------
 
 
-def test_json_holds_the_promised_keys(calibrated: tuple[Path, Outcome]) -> None:
-    out, outcome = calibrated
-    report = outcome.json
-    assert report["out"] == str(out)
-    assert (report["tokens"], report["sequences"]) == (64, 4)
-    assert (report["dtype"], report["device"]) == ("float32", "cpu")
-    assert report["duration_s"] > 0
-    # k, v, q of two layers; 7 linears in each with input and weight
-    assert report["coverage"]["observed"] == 2 * (3 + 7 * 2)
-    assert report["coverage"]["skipped"] == [
-        {
-            "site": "lm_head",
-            "why": "calibration needs no logits",
-        }
-    ]
-
-
 def test_tensors_of_another_class_are_warned_of(tmp_path: Path) -> None:
     """A Qwen3 that calls itself a Llama runs without the norms of q and k."""
     model = tmp_path / "model"
@@ -70,37 +57,31 @@ def test_tensors_of_another_class_are_warned_of(tmp_path: Path) -> None:
     assert found.err.count(told) == 1
 
 
-def test_every_listed_file_exists_and_no_other(calibrated: tuple[Path, Outcome]) -> None:
-    out, outcome = calibrated
-    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    assert set(outcome.json["files"]) == found
-    assert {name.split("/")[0] for name in found} == {
-        "stats.safetensors",
-        "report.json",
-        "kv-overlay",
-        "kv-overlay-head",
-        "tgi",
-        "kv_scales.safetensors",
-        "kv_cache_scales.tp1.json",
-        "kv_cache_scales.tp2.json",
-        "rfc.tp1.json",
-        "rfc.tp2.json",
-    }
-
-
-def test_the_report_is_what_json_prints(calibrated: tuple[Path, Outcome]) -> None:
+def test_the_report_is_what_json_prints_and_lists_every_file(
+    calibrated: tuple[Path, Outcome],
+) -> None:
     out, outcome = calibrated
     report = json.loads((out / "report.json").read_text())
     assert report == outcome.json
+    assert report["out"] == str(out)
+    assert (report["tokens"], report["sequences"]) == (64, 4)
+    assert (report["dtype"], report["device"]) == ("float32", "cpu")
+    assert report["duration_s"] > 0
+    # k, v, q of two layers; 7 linears in each with input and weight
+    assert report["coverage"]["observed"] == 2 * (3 + 7 * 2)
+    assert report["coverage"]["skipped"] == [
+        {"site": "lm_head", "why": "calibration needs no logits"}
+    ]
     assert len(report["saturation"]["median_share"]) == 3
     assert all(0 < share <= 1 for share in report["saturation"]["least_share"])
     assert report["saturation"]["slowest_site"].startswith("model.layers.")
-
-
-def test_the_report_tells_bytes_per_token_and_how_to_serve(
-    calibrated: tuple[Path, Outcome],
-) -> None:
-    report = calibrated[1].json
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert set(report["files"]) == found
+    json_files = [f"{name}.tp{tp}.json" for name in ("kv_cache_scales", "rfc") for tp in (1, 2)]
+    assert {name.split("/")[0] for name in found} == {
+        *("stats.safetensors", "report.json", "kv_scales.safetensors", *json_files),
+        *("kv-overlay", "kv-overlay-head", "tgi"),
+    }
     # 2 layers x (k and v) x 2 heads x 8 elements, in the checkpoint's fp32 and in one byte
     assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
     assert set(list_commands(report, "kv-overlay")) == {"vLLM", "SGLang"}
@@ -171,13 +152,10 @@ def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Pa
     outcome = succeed("calibrate", tmp_path / "bare", "--recipe", "w8a16", "--out", out, "--json")
     report = outcome.json
     assert "no effect" not in outcome.err
+    names = ("README.md", "config.json", "generation_config.json", "model.safetensors")
     assert report["files"] == [
-        "report.json",
-        "stats.safetensors",
-        "w8a16/README.md",
-        "w8a16/config.json",
-        "w8a16/generation_config.json",
-        "w8a16/model.safetensors",
+        *("report.json", "stats.safetensors"),
+        *(f"w8a16/{name}" for name in names),
     ]
     assert (report["tokens"], report["sequences"]) == (0, 0)
     assert report["saturation"] is None
@@ -190,27 +168,16 @@ def test_a_site_of_zeros_takes_a_fallback_unless_refused(
     def kill(dead: Any) -> None:
         dead.model.layers[0].self_attn.v_proj.weight.zero_()
 
-    command = (
-        "calibrate",
-        save_changed(model, tmp_path / "dead", kill),
-        "--data",
-        data,
-        *QUICK,
-        "--format",
-        "kv-scales",
-    )
+    dead = save_changed(model, tmp_path / "dead", kill)
+    command = ("calibrate", dead, "--data", data, *QUICK, "--format", "kv-scales")
     text = fail(7, *command, "--fallback", "refuse", "--out", tmp_path / "out")
     assert "model.layers.0.self_attn.v" in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["stats.safetensors"]
     assert str(tmp_path / "out" / "stats.safetensors") in text
     options = ("--fallback", "one", "--out", tmp_path / "out", "--force", "--json")
     outcome = succeed(*command, *options)
-    assert (
-        load_file(tmp_path / "out" / "kv_scales.safetensors")[
-            "model.layers.0.self_attn.v_scale"
-        ].item()
-        == 1.0
-    )
+    written = load_file(tmp_path / "out" / "kv_scales.safetensors")
+    assert written["model.layers.0.self_attn.v_scale"].item() == 1.0
     assert any("model.layers.0.self_attn.v" in text for text in outcome.json["warnings"])
     told = "model.layers.0.self_attn.v: only zeros were seen, so its scale is the fallback, 1"
     assert f"warning: {told}" in outcome.err.splitlines()
@@ -253,3 +220,125 @@ def test_a_query_that_needs_a_scale_gets_one(
         queries = sorted(name for name in names if name.endswith("q_scale"))
         both = [f"model.layers.{index}.self_attn.q_scale" for index in range(2)]
         assert queries == (both if is_written else [])
+
+
+PATHS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "mixtral"
+    zoo.save("mixtral", folder, num_local_experts=8)
+    return folder
+
+
+def calibrate_experts(model: Path, out: Path, *options: object) -> Outcome:
+    rows = write_rows(out.with_suffix(".jsonl"), [{"input_ids": [5, 9, 41, 77, 23, 5, 64]}])
+    return succeed("calibrate", model, "--data", rows, *options, "--out", out, "--json")
+
+
+def test_tokens_per_expert_are_told_for_every_layer(mixtral: Path, tmp_path: Path) -> None:
+    outcome = calibrate_experts(mixtral, tmp_path / "out")
+    report = outcome.json
+    tokens = report["expert_tokens"]
+    assert [sum(counts) for counts in tokens.values()] == [7 * 2, 7 * 2]
+    unreached = [
+        f"{path}.{expert}" for path in PATHS for expert in range(8) if not tokens[path][expert]
+    ]
+    assert unreached, "this model is to leave some experts alone"
+    counts = [count for path in PATHS for count in tokens[path]]
+    assert (
+        f"tokens per expert: {min(counts)} to {max(counts)}, median "
+        f"{statistics.median(counts):.0f}, {len(unreached)} never reached (--fallback gives"
+    ) in outcome.err
+    assert unreached[0] in outcome.err
+
+
+TEXTS = [" ".join(f"w{i * j % 90}" for j in range(1, 40)) for i in range(12)]
+
+
+def test_rows_that_cannot_be_used_are_skipped_counted_and_named(
+    model: Path, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+    template += "{% endif %}{{ m.content }} {% endfor %}"
+    model = shutil.copytree(model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    chats = [
+        {"messages": [{"role": "tool" if i % 10 == 3 else "user", "content": text}]}
+        for i, text in enumerate(TEXTS[:10] * 4)
+    ]
+    chats[13] = {"messages": [{"role": "user", "content": None}]}
+    data = write_rows(tmp_path / "rows.jsonl", chats)
+    command = ("calibrate", model, "--data", data, "--samples", 99, "--seq-len", 64)
+    outcome = succeed(
+        *command, "--no-pack", "--dtype", "float32", "--out", tmp_path / "a", "--json"
+    )
+    result = json.loads(outcome.out)
+    assert (result["sequences"], result["rows"]["read"], result["rows"]["rejected"]) == (36, 40, 4)
+    rejected = "rows.jsonl:4: the chat template rejects the conversation (no tools)"
+    unread = "rows.jsonl:14: messages[0].content must be text or a list of parts, found nothing"
+    assert f"skipped: 4 of 40 rows cannot be used: {rejected}; {unread}; " in outcome.err
+    strict = run(*command, "--strict-rows", "--out", tmp_path / "b")
+    assert (strict.code, f"error: {rejected}\n" in strict.err) == (5, True)
+    write_rows(data, [*chats, chats[3]])
+    outcome = run(*command, "--dtype", "float32", "--out", tmp_path / "b")
+    assert outcome.code == 5
+    assert f"5 of 41 rows cannot be used: {rejected}; {unread}; " in outcome.err
+    assert not (tmp_path / "b").exists()
+
+
+def make_progress(progress: dict[Site, list[float] | None]) -> CalibrationStats:
+    sites = {
+        site: SiteStats(
+            count=4,
+            amax=torch.tensor([1.0]),
+            progress=None if values is None else torch.tensor(values),
+        )
+        for site, values in progress.items()
+    }
+    return make_stats(make_geometry([]), sites)
+
+
+def test_shares_of_k_and_v_are_running_maxima_over_the_final_one() -> None:
+    saturation = compute_saturation(
+        make_progress(
+            {
+                Site("a", Role.K): [1.0, 2.0, 4.0, 8.0],
+                Site("b", Role.INPUT): [4.0, 1.0, 1.0, 2.0],
+                Site("c", Role.V): [1.0, 3.0, 2.0, 4.0],
+            }
+        )
+    )
+    assert saturation is not None
+    # a: 1/8 2/8 4/8; c: 1/4 3/4 3/4
+    assert saturation.median_share == (0.1875, 0.5, 0.625)
+    assert saturation.least_share == (0.125, 0.25, 0.5)
+    assert saturation.slowest_site == "a.k"
+    assert saturation.describe() == (
+        "half of the text gave 50% of the final amax of K and V in the median, and 25% in the "
+        "slowest tensor (a.k)"
+    )
+
+
+def test_shares_of_inputs_count_where_no_cache_was_observed() -> None:
+    saturation = compute_saturation(make_progress({Site("b", Role.INPUT): [1.0, 3.0, 2.0, 4.0]}))
+    assert saturation is not None
+    assert saturation.describe() == (
+        "half of the text gave 75% of the final amax of inputs in the median, and 75% in the "
+        "slowest tensor (b.input)"
+    )
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        {},
+        {Site("a", Role.WEIGHT): [1.0, 2.0, 3.0, 4.0]},
+        {Site("a", Role.K): None},
+        {Site("a", Role.K): [0.0, 0.0, 0.0, 0.0]},
+    ],
+    ids=["no sites", "weights", "nothing kept", "only zeros"],
+)
+def test_where_nothing_was_run_there_is_none(progress: dict[Site, list[float] | None]) -> None:
+    assert compute_saturation(make_progress(progress)) is None

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-import fp8calib
 from fp8calib.formats import write
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
-from tests.cli.program import fail, run, snapshot, succeed
+from tests.cli.program import run, snapshot, succeed
 from tests.cli.quantized_children import (
     save_fp4,
     save_gpt_oss,
@@ -185,35 +183,6 @@ def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) ->
     first, second = (run("check", each.parent, "--json").json["engines"] for each in configs)
     assert first == second
     assert first["vllm"]["ok"] or "mixtral" in name  # the experts of a fixture have odd names
-
-
-# --- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def refused(tmp_path: Path) -> Callable[..., str]:
-    """Dequantize, require the exit code, and that nothing was written."""
-
-    def refuse(code: int, source: Path, *options: object) -> str:
-        before = snapshot(tmp_path)
-        text = fail(code, "dequantize", source, "--out", tmp_path / "out", *options)
-        assert snapshot(tmp_path) == before
-        return text
-
-    return refuse
-
-
-def test_folders_that_are_in_use_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
-    child = save_int(tmp_path / "child", 8)
-    dequantize(child, tmp_path / "out")
-    assert "not empty" in refused(2, child)
-    before = snapshot(tmp_path / "out")
-    dequantize(child, tmp_path / "out", "--force")
-    assert snapshot(tmp_path / "out") == before
-    assert "which is an input" in fail(2, "dequantize", child, "--out", tmp_path, "--force")
-    assert "--dtype int8: must be" in refused(2, child, "--dtype", "int8")
-    with pytest.raises(fp8calib.UsageError, match="--dtype int8: must be auto, bfloat16"):
-        fp8calib.dequantize(child, tmp_path / "new", dtype="int8")
 
 
 # --- interruptions -------------------------------------------------------------------------------

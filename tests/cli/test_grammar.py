@@ -10,7 +10,7 @@ from fp8calib.cli import main_inner, removed
 from fp8calib.cli.app import app
 from fp8calib.commands import spell_commands
 from fp8calib.commands.options import GATE_NAMES, read_gib, spread_formats
-from fp8calib.errors import UsageError, join_or, suggest
+from fp8calib.errors import UsageError
 from fp8calib.verification.judge.gates import GATES
 from tests.cli.program import run, succeed
 
@@ -132,15 +132,3 @@ def test_an_option_of_one_command_is_not_looked_for_in_another(
 
 def test_the_gates_of_the_options_are_those_that_there_are() -> None:
     assert set(GATE_NAMES) == set(GATES)
-
-
-def test_suggestions() -> None:
-    assert suggest("abc", ["abd", "xyz"]) == "did you mean abd?"
-    assert suggest("q", ["abd", "xyz"], what="words") == "known words: abd, xyz"
-    assert suggest("", ["abd"]) == ""
-    assert [join_or(list(text)) for text in ("", "a", "ab", "abc")] == [
-        "",
-        "a",
-        "a or b",
-        "a, b or c",
-    ]

@@ -9,17 +9,21 @@ free. `hints_not_run.txt` has the others, under the reason why they are not foll
 import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tests.cli.conftest import QUICK
 from tests.cli.places import Places
-from tests.cli.program import run
+from tests.cli.program import run, succeed
 from tests.cli.test_remote_code import carried
-from tests.kit.hints import MODULES, PACKAGE, follow, list_hints, read_hint
+from tests.kit.hints import COMMANDS, MODULES, PACKAGE, follow, list_hints, read_hint
+from tests.test_hints import OTHERS
 
 JUDGED = (8, 9)
 """The exit codes of a judgement: what is wrong, or cannot be told."""
@@ -100,3 +104,110 @@ def test_every_hint_is_followed_or_cannot_be() -> None:
                 open_ones.append(f"{folder}: {text}")
     assert open_ones == []
     assert met == {*known}
+
+
+__all__ = ["carried"]
+SERVERS = {
+    "vllm serve": {"--trust-remote-code", "--kv-cache-dtype-skip-layers", "--revision"},
+    "python -m sglang.launch_server": {"--trust-remote-code", "--revision"},
+}
+PRINTED = re.compile(rf"fp8calib (?:{'|'.join(map(re.escape, COMMANDS))}) [^;`\n]*")
+TRUST = "--trust-remote-code"
+STRICT = "pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n"
+
+
+CASES = [
+    ("", "calibrate --format kv-scales --shard 1/2 --batch-size 2 --out"),
+    ("", "calibrate --recipe w8a8-static --out"),
+    ("", "verify --gate strict.yaml"),
+    ("", "kv-types --engine sglang"),
+    ("", "plan --max-kld 1 --scheme w8a16 --out"),
+    ("", "gptq --scheme w8a16 --samples 8 --out"),
+    (TRUST, "calibrate --out"),
+    (TRUST, "verify --gate strict.yaml --scheme w8a16"),
+    (TRUST, "kv-types --engine vllm"),
+    (TRUST, "auto --samples 40 --out"),
+]
+"""Commands, with a model that has code of its own or without. The last option is a new folder."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder whose name a shell has to have quoted."""
+    folder = tmp_path / "it's a $folder"
+    folder.mkdir()
+    (folder / "strict.yaml").write_text(STRICT)
+    shutil.copy(data, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("trust", "command"), CASES)
+def test_what_is_printed_can_be_typed(
+    trust: str, command: str, place: Path, model: Path, request: pytest.FixtureRequest
+) -> None:
+    source = request.getfixturevalue(carried.__name__) if trust else model
+    shutil.copytree(source, place / "a model")
+    name, *options = command.split()
+    given = ("--data", place / "calib.jsonl", *QUICK, *filter(None, [trust]), *options)
+    out = [place / "an out"] if options[-1:] == ["--out"] else []
+
+    done = run(name, place / "a model", *given, *out)
+
+    assert done.code in {0, 8}, done.err
+    printed = list_printed(done.out + done.err)
+    assert printed or (trust and "--scheme" in options and "--gate" in options)
+    for each in printed:
+        run_printed(each, trusts=bool(trust))
+    cards = [path for path in place.glob("an out*/**/README.md") if path.parent.name != "a model"]
+    for card in cards:
+        follow_card(card, place, trusts=bool(trust))
+
+
+def test_a_wrong_scale_of_a_weight_is_found_as_verify_says(place: Path, model: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", place / "wrong fp8")
+    path = place / "wrong fp8" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {f"{name}_scale": tensors[f"{name}_scale"] * 64}, path)
+
+    found = run("verify", model, "--data", place / "calib.jsonl", *QUICK, "--scales", path.parent)
+    calibrate, check = list_printed(found.out)
+
+    given = ("--data", place / "calib.jsonl", *QUICK)
+    succeed(*shlex.split(calibrate)[1:], *given)
+    assert name in run(*shlex.split(check)[1:]).out
+
+
+def follow_card(card: Path, place: Path, *, trusts: bool) -> None:
+    """Run the commands of a card beside copies of what it names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(tempfile.mkdtemp(dir=place)))
+        for named in (place / "a model", place / "calib.jsonl", *place.glob("an out/*.*")):
+            Path(named.name).symlink_to(named)
+        Path(card.parent.name).symlink_to(card.parent)
+        for each in list_printed(card.read_text()):
+            is_same = each.endswith(shlex.join(["--out", card.parent.name]))
+            run_printed(f"{each}-2" if is_same else each, trusts=trusts)
+
+
+def list_printed(text: str) -> list[str]:
+    """List the commands of fp8calib and of servers in a text, once; not hints with SHARDS."""
+    found = [each.strip() for each in PRINTED.findall(text) if "SHARDS" not in each]
+    found += [each for server in SERVERS for each in re.findall(rf"{re.escape(server)} .*", text)]
+    return list(dict.fromkeys(found))
+
+
+def run_printed(printed: str, *, trusts: bool) -> None:
+    """Run a command of fp8calib as it is printed; look at the words of a server's."""
+    words = shlex.split(printed)
+    if words[0] == "fp8calib":
+        answer = run(*words[1:], "--json")
+        assert answer.code in {0, 8, 9}, f"{printed}: {answer.err}"
+        assert "error" not in answer.json, f"{printed}: {answer.err}"
+        return
+    server = next(each for each in SERVERS if printed.startswith(each))
+    assert {word for word in words if word.startswith("--")} <= OTHERS | SERVERS[server]
+    assert ("--trust-remote-code" in words) is trusts
+    (served,) = [word for word in words if Path(word).is_dir()]
+    assert Path(served, "config.json").is_file()

@@ -137,13 +137,3 @@ def test_a_config_alone_gives_the_plan_of_its_weights(
     assert found["why"].endswith("; there are no weights: sizes follow from config.json")
     for key in ("peak_parts", "read_bytes", "weights_size_bytes", "layers", "dtype", "tokens"):
         assert found[key] == whole[key], key
-
-
-def test_a_config_alone_is_run_by_nothing(bare: Path, data: Path, tmp_path: Path) -> None:
-    for command in (("calibrate", "--out", tmp_path / "out"), ("verify",)):
-        text = fail(4, command[0], bare, *command[1:], "--data", data, *QUICK)
-        assert "there are no *.safetensors weights" in text
-    (bare / "pytorch_model.bin").touch()
-    text = fail(4, "verify", bare, "--data", data, *QUICK, "--dry-run")
-    (bare / "pytorch_model.bin").unlink()
-    assert "the weights are pickled" in text

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checked import list_commands, list_verdicts
 from tests.kit.checkpoints import change_tensors
+from tests.plugins.gptq.test_checkpoints import command
 
 
 @pytest.fixture
@@ -111,8 +113,12 @@ def test_a_finished_output_is_left_alone_by_resume(model: Path, tmp_path: Path) 
     assert again.json["files"] == first["files"]
     assert snapshot(tmp_path) == before
     assert "not empty" in fail(2, *command)
-    other = ("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
-    assert "not empty" in fail(2, *other, "--resume")
+    dynamic = ("--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    assert "not empty" in fail(2, "quantize", model, *dynamic, "--resume")
+    # other patterns give tensors of the same shapes
+    succeed("quantize", model, *dynamic, "--layer-scheme", "*.o_proj=w8a16", "--force")
+    other = (*dynamic, "--layer-scheme", "*.down_proj=w8a16", "--resume")
+    assert "not empty" in fail(2, "quantize", model, *other)
 
 
 CALIBRATE = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--recipe", "w8a8-static")
@@ -175,3 +181,38 @@ def test_calibrate_leaves_what_it_does_not_measure_and_says_so(tmp_path: Path) -
     plain = ("--scheme", "fp8-dynamic", "--out", tmp_path / "plain", "--json")
     size = succeed("quantize", tmp_path / "model", *plain).json["kv_bytes_per_token"]
     assert size == report["kv_bytes_per_token"]  # layers share caches
+
+
+CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
+OPTIONS = [part for pair in CHOICE.items() for part in ("--layer-scheme", "=".join(pair))]
+
+
+def find_scheme(module: str) -> str:
+    """Find the scheme of a linear of the llama by hand."""
+    if module.endswith("o_proj"):
+        return "fp8-static"
+    if ".layers.1.mlp." in module:
+        return "w8a16"
+    return "fp8-block" if module.endswith("down_proj") else "fp8-dynamic"
+
+
+def test_gptq_rounds_each_linear_as_a_run_of_its_scheme_does(tmp_path: Path) -> None:
+    """A run does not change the model, so inputs and Hessians are the same in all runs."""
+    model = tmp_path / "model"
+    zoo.save("llama", model)
+    report = succeed(*command(model, tmp_path, "fp8-dynamic", "mixed"), *OPTIONS, "--json").json
+    schemes = ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")
+    for scheme in schemes:
+        succeed(*command(model, tmp_path, scheme, scheme))
+    mixed = load_file(tmp_path / "mixed" / "model.safetensors")
+    scales = [name for name in mixed if name.endswith(".weight_scale")]
+    linears = [name.removesuffix(".weight_scale") for name in scales]
+    assert len(linears) == 14
+    for module in linears:
+        single = load_file(tmp_path / find_scheme(module) / "model.safetensors")
+        names = {name for name in single if name.startswith(f"{module}.")}
+        assert names == {name for name in mixed if name.startswith(f"{module}.")}
+        for name in names:
+            assert torch.equal(mixed[name].float(), single[name].float()), name
+    chosen = {find_scheme(e["module"]) for e in report["rounded"] if e["rounding"] == "gptq"}
+    assert chosen == {*schemes}

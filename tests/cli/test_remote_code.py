@@ -49,14 +49,6 @@ def test_carried_code_is_not_run_unasked(refused: Refused, carried: Path, tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_carried_code_runs_when_trusted(carried: Path, data: Path, tmp_path: Path) -> None:
-    command = ("calibrate", carried, "--data", data, *QUICK, "--trust-remote-code")
-    report = succeed(*command, "--out", tmp_path / "out", "--json").json
-    assert (tmp_path / "ran").read_text() == "ran"
-    assert report["architecture"] == "CarriedForCausalLM"
-    assert report["coverage"]["observed"] == 34
-
-
 def test_code_beside_a_known_architecture_is_not_run(
     carried: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
 def test_an_interrupted_run_prints_the_command_that_resumes(
     model: Path, rows: Path, whole: bytes, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "it's an $out" / "out"  # what a shell has to have quoted
+    out.parent.mkdir()
     process = start_fork(PAUSED, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
     wait_for_checkpoint(process, out)
     process.send_signal(signal.SIGTERM)

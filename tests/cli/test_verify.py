@@ -197,17 +197,6 @@ def test_force_replaces_only_what_verify_writes(
     assert path.stat().st_size
 
 
-@pytest.mark.parametrize("option", ["--dump", "--report"])
-def test_no_output_replaces_what_is_read(
-    command: Command, model: Path, held_out: Path, files: Path, option: str
-) -> None:
-    stats = files / "stats.safetensors"
-    for path in (model / "model.safetensors", held_out, stats):
-        before = path.read_bytes()
-        assert str(path) in fail(2, *command, "--scales", stats, option, path)
-        assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "failing", ["commands.verify_run.save_tensors", "verification.page.page.write_page"]
 )

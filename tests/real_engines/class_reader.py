@@ -19,12 +19,7 @@ from tests.real_engines.package import Package
 
 LINEARS = ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "GateLinear")
 _EXPERTS = (
-    "FusedMoE",
-    "FusedMoEFactory",
-    "SharedFusedMoE",
-    "get_moe_impl_class",
-    "EPMoE",
-    "DeepEPMoE",
+    *("FusedMoE", "FusedMoEFactory", "SharedFusedMoE", "get_moe_impl_class", "EPMoE", "DeepEPMoE"),
 )
 _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding",)
@@ -109,12 +104,16 @@ class Scope:
     """What names mean in a method."""
 
     module: str
-    owner: str
-    path: str
-    names: dict[str, object]
-    attributes: dict[str, object]
-    depth: int
+    owner: str = ""
+    path: str = ""
+    names: dict[str, object] = field(default_factory=dict)
+    attributes: dict[str, object] = field(default_factory=dict)
+    depth: int = 0
     returned: list[object] = field(default_factory=list)
+
+    def enter(self, module: str) -> Scope:
+        """Give what names mean in a function of a module that is called here."""
+        return replace(self, module=module, names={}, depth=self.depth + 1, returned=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +203,12 @@ class ClassReader:
 
     def find_method(self, owner: Class, name: str) -> tuple[Class, ast.FunctionDef] | None:
         """Find a method in a class or its bases."""
-        for each in self.list_bases(owner):
+        return self._find_method(self.list_bases(owner), name)
+
+    def _find_method(
+        self, owners: Sequence[Class], name: str
+    ) -> tuple[Class, ast.FunctionDef] | None:
+        for each in owners:
             for node in self.open(each.module).classes[each.name].body:
                 if isinstance(node, ast.FunctionDef) and node.name == name:
                     return each, node
@@ -214,21 +218,14 @@ class ClassReader:
         """List what is assigned to a name or attribute anywhere in a class or its bases."""
         for each in self.list_bases(owner):
             for node in ast.walk(self.open(each.module).classes[each.name]):
-                targets = node.targets if isinstance(node, ast.Assign) else []
-                targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-                if any(_name(target) == name for target in targets):
-                    value = getattr(node, "value", None)
-                    if value is not None:
-                        yield value
+                if (value := _find_assigned(node, name)) is not None:
+                    yield value
 
     def find_literal(self, owner: Class, value: ast.expr) -> ast.expr:
         """Follow a value to where it is written out, in a class or a module."""
         for _ in range(_DEEPEST):
             if isinstance(value, ast.Attribute):
-                scope = Scope(
-                    module=owner.module, owner="", path="", names={}, attributes={}, depth=0
-                )
-                found = self._value(value.value, scope)
+                found = self._value(value.value, Scope(module=owner.module))
                 if not isinstance(found, Class):
                     return value
                 owner = found
@@ -256,11 +253,8 @@ class ClassReader:
         if found is None or depth > _DEEPEST:
             return
         owner, method = found
-        scope = Scope(
-            module=owner.module, owner=made.name, path=path, names={}, attributes={}, depth=depth
-        )
-        scope.attributes["self"] = made
-        scope.attributes[""] = owner
+        scope = Scope(module=owner.module, owner=made.name, path=path, depth=depth)
+        scope.attributes |= {"self": made, "": owner}
         names = self._bind(method, positional, {**made.given, **named}, scope)
         names.setdefault("prefix", prefix)
         scope.names |= names
@@ -303,9 +297,8 @@ class ClassReader:
             elif isinstance(node, ast.If):
                 self._branch(node, scope)
             elif isinstance(node, ast.For | ast.While | ast.With):
-                for target in ast.walk(node.target) if isinstance(node, ast.For) else ():
-                    if isinstance(target, ast.Name):
-                        scope.names[target.id] = Text("*")
+                if isinstance(node, ast.For):
+                    _name_numbers(node.target, scope)
                 self._run(node.body, scope)
             elif isinstance(node, ast.Try):
                 for part in (node.body, node.orelse, node.finalbody):
@@ -384,16 +377,10 @@ class ClassReader:
             return Layers([each.arg for each in node.args.args], node.body, scope)
         if isinstance(node, ast.Call):
             return self._call(node, scope, attribute)
-        if isinstance(node, ast.ListComp | ast.GeneratorExp):
-            for target in ast.walk(node.generators[0].target):
-                if isinstance(target, ast.Name):
-                    scope.names[target.id] = Text("*")
-            return self._value(node.elt, scope, f"{attribute}.*")
-        if isinstance(node, ast.DictComp):
-            for target in ast.walk(node.generators[0].target):
-                if isinstance(target, ast.Name):
-                    scope.names[target.id] = Text("*")
-            return self._value(node.value, scope, f"{attribute}.*")
+        if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.DictComp):
+            _name_numbers(node.generators[0].target, scope)
+            made = node.value if isinstance(node, ast.DictComp) else node.elt
+            return self._value(made, scope, f"{attribute}.*")
         if isinstance(node, ast.List | ast.Tuple):
             for number, each in enumerate(node.elts):
                 self._value(each, scope, f"{attribute}.{number}" if attribute else "")
@@ -410,10 +397,7 @@ class ClassReader:
         if (found := self.resolve(scope.module, name)) is not None:
             return found
         for item in self.open(scope.module).tree.body:
-            targets = item.targets if isinstance(item, ast.Assign) else []
-            targets = [item.target] if isinstance(item, ast.AnnAssign) else targets
-            value = getattr(item, "value", None)
-            if isinstance(value, ast.Dict) and any(_name(each) == name for each in targets):
+            if isinstance(value := _find_assigned(item, name), ast.Dict):
                 return self._value(value, scope)
         return None
 
@@ -471,16 +455,7 @@ class ClassReader:
             given = {key: self._value(each, scope) for key, each in named.items()}
             return Class(made.module, made.name, given) if isinstance(made, Class) else None
         if name == "Parameter" and attribute == "weight":
-            self.found.append(
-                ReadLinear(
-                    path=scope.path,
-                    prefix=scope.path,
-                    kind="other",
-                    state="none",
-                    owner=scope.owner,
-                    module=scope.module,
-                )
-            )
+            self._add("other", NONE, scope.path, scope.path, scope)
             return None
         kind = _find_kind(name)
         bound = scope.names.get(name) if isinstance(node.func, ast.Name) else None
@@ -540,14 +515,7 @@ class ClassReader:
             target = self._find_function(scope.module, function.id)
             if target is not None and scope.depth < _DEEPEST:
                 module, method = target
-                inner = Scope(
-                    module=module,
-                    owner=scope.owner,
-                    path=scope.path,
-                    names={},
-                    attributes=scope.attributes,
-                    depth=scope.depth + 1,
-                )
+                inner = scope.enter(module)
                 inner.names |= self._bind(method, positional, given, inner)
                 return self._return(method, inner, attribute)
         return made if isinstance(made, Class) and not attribute else None
@@ -569,11 +537,8 @@ class ClassReader:
         assert isinstance(owner, Class)
         order = self.list_bases(owner)
         after = order[order.index(here) + 1 :] if here in order else order[1:]
-        for each in after:
-            for node in self.open(each.module).classes[each.name].body:
-                if isinstance(node, ast.FunctionDef) and node.name == method:
-                    return self._enter((each, node), positional, given, scope, "")
-        return None
+        found = self._find_method(after, method)
+        return None if found is None else self._enter(found, positional, given, scope, "")
 
     def _enter(
         self,
@@ -587,14 +552,7 @@ class ClassReader:
         owner, method = found
         if scope.depth > _DEEPEST:
             return None
-        inner = Scope(
-            module=owner.module,
-            owner=scope.owner,
-            path=scope.path,
-            names={},
-            attributes=scope.attributes,
-            depth=scope.depth + 1,
-        )
+        inner = scope.enter(owner.module)
         here = scope.attributes.get("")
         scope.attributes[""] = owner
         inner.names |= self._bind(method, positional, given, inner)
@@ -634,14 +592,8 @@ class ClassReader:
     def _make(
         self, made: Layers, names: Mapping[str, object], scope: Scope, attribute: str
     ) -> None:
-        inner = Scope(
-            module=made.scope.module,
-            owner=made.scope.owner,
-            path=scope.path,
-            names={**made.scope.names, **names},
-            attributes=made.scope.attributes,
-            depth=scope.depth,
-        )
+        inner = replace(made.scope, path=scope.path, depth=scope.depth, returned=[])
+        inner.names = {**made.scope.names, **names}
         if isinstance(made.body, ast.FunctionDef):
             self._return(made.body, inner, attribute)
         else:
@@ -674,16 +626,11 @@ class ClassReader:
             state = MAYBE
         path = ".".join(filter(None, (scope.path, attribute)))
         prefix = self._spell(named["prefix"], scope) if "prefix" in named else path
-        self.found.append(
-            ReadLinear(
-                path=path,
-                prefix=prefix,
-                kind=kind,
-                state=state.state,
-                owner=scope.owner,
-                module=scope.module,
-            )
-        )
+        self._add(kind, state, path, prefix, scope)
+
+    def _add(self, kind: str, state: Quantization, path: str, prefix: str, scope: Scope) -> None:
+        place = {"path": path, "prefix": prefix, "owner": scope.owner, "module": scope.module}
+        self.found.append(ReadLinear(kind=kind, state=state.state, **place))
 
 
 def _find_kind(name: str) -> str:
@@ -696,6 +643,20 @@ def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _find_assigned(node: ast.AST, name: str) -> ast.expr | None:
+    """Give what a statement assigns to a name or attribute."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return None
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return node.value if any(_name(each) == name for each in targets) else None
+
+
+def _name_numbers(targets: ast.expr, scope: Scope) -> None:
+    """Let the names of a loop stand for any number."""
+    names = (each.id for each in ast.walk(targets) if isinstance(each, ast.Name))
+    scope.names |= dict.fromkeys(names, Text("*"))
 
 
 def _is_own(node: ast.expr) -> bool:

@@ -18,7 +18,7 @@ import transformers
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.cli.quantized_children import save_fp4, save_int
-from tests.cli.test_graft import graft, statuses
+from tests.cli.test_extract import graft, statuses
 from tests.kit.checkpoints import change_config, change_tensors
 from tests.real_engines.changed_models import save_widened
 from tests.real_engines.exports import read_scales

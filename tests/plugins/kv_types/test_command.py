@@ -16,7 +16,7 @@ from fp8calib.text import Table
 from fp8calib.verification.report import SCALE_ONE, Verdict
 from tests import zoo
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, succeed
+from tests.cli.program import succeed
 from tests.kit.reports import make_candidate
 
 TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
@@ -68,9 +68,6 @@ def test_program_prints_the_figures_of_the_json(model: PreTrainedModel, tmp_path
         assert f"{row['tokens']:,}" in shown
     plan = succeed(*asked, "--dry-run", "--json").json["plan"]
     assert plan["candidates"] == ["int8_per_token_head", SCALE_ONE]
-    assert "--kv-memory 5 apples: not a size such as 24" in fail(
-        2, "kv-types", "nowhere", "--kv-memory", "5 apples"
-    )
 
 
 def test_what_does_not_fit_is_left_out_with_a_reason(model: PreTrainedModel) -> None:
@@ -80,21 +77,6 @@ def test_what_does_not_fit_is_left_out_with_a_reason(model: PreTrainedModel) -> 
     assert any("fp8_ds_mla" in text for text in left)
     names = {row.name for row in result.types}
     assert names >= {"int8_per_token_head", "int4_per_token_head", "fp8_e5m2"}
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("int9_per_token_head", "has no such type"),
-        ("octave_k3v4", "its kernels are in HIP"),
-        ("fp8_ds_mla", "it stores the latents of"),
-    ],
-)
-def test_named_types_that_cannot_be_compared_are_refused(
-    name: str, part: str, model: PreTrainedModel
-) -> None:
-    with pytest.raises((UsageError, ModelError), match=part):
-        kv_types(model, engine="vllm", kv_cache_dtype=[name], **ASKED)
 
 
 def test_scales_that_the_table_cannot_show_are_refused(

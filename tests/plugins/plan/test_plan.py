@@ -182,32 +182,6 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
 
 
 @pytest.mark.parametrize(
-    ("code", "options", "says"),
-    [
-        (2, "", "no budget: one budget is needed"),
-        (2, "--max-kld 1 --max-bytes 0.5", "--max-kld and --max-bytes: one"),
-        (2, "--max-kld 0", "--max-kld 0.0: must be above 0"),
-        (2, "--max-ratio 1", "--max-ratio 1.0: must be above 1"),
-        (2, "--max-bytes 6X", "--max-bytes 6X: not a size"),
-        (2, "--max-bytes 0", "--max-bytes 0: must be above 0"),
-        (2, "--max-bytes 170%", "--max-bytes 170%: a share is at most 100%"),
-        (2, "--max-bytes 0.5 --engine reference", "--engine reference: "),
-        (2, "--max-bytes 0.5 --samples 1", "--samples 1: plan needs two sequences"),
-        (2, "--max-bytes 70% --scheme w4a4", "fp8-block, mxfp8, mxfp8-a16, none"),
-        (2, "--max-bytes 0.5 --rules mse,other", "unknown rule 'other'"),
-        (2, "--max-bytes 0.5 --kv-cache-dtype fp8", "a plan has caches in FP8 and in 16 bits"),
-    ],
-)
-def test_impossible_requests_are_refused(
-    planted: tuple[Path, Path], tmp_path: Path, code: int, options: str, says: str
-) -> None:
-    model, text = planted
-    asked = ("--data", text, *QUICK, *options.split(), "--out", tmp_path / "out")
-    assert says in fail(code, "plan", model, *asked)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
     "family", ["deepseek_v3", *in_minutes("mixtral", "qwen3_next", "gemma3n_text")]
 )
 def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path: Path) -> None:
