@@ -6,11 +6,15 @@ Each function compares numbers: scales, and what the largest value of their tens
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from statistics import mean, median
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
@@ -79,18 +83,12 @@ def find_odd(
     A scale is judged only if `reaches` has its tensor.
     """
     texts = {key: reach.judge(scales[key], fmt) for key, reach in reaches.items()}
-    odd = {key: reaches[key] for key, text in texts.items() if text}
-    if not odd:
-        return {}
-    mistakes = _explain(
-        {key: scales[key] for key in odd},
-        {key: reach.amax for key, reach in odd.items()},
-        within=max(reach.within for reach in odd.values()),
-        fmt=fmt,
-    )
+    odd = {key: (scales[key], reaches[key].amax) for key, text in texts.items() if text}
+    within = max((reaches[key].within for key in odd), default=_WITHIN)
+    mistakes = _explain(odd, within=within, fmt=fmt)
     found = {}
-    for key, reach in odd.items():
-        ratio = scales[key] * fmt.max / reach.amax
+    for key, (scale, amax) in odd.items():
+        ratio = scale * fmt.max / amax
         size = "large" if ratio > 1 else "small"
         factor = f"about {max(ratio, 1 / ratio):,.3g} times too {size}"
         found[key] = f"{texts[key]}: {mistakes[key] or factor}"
@@ -98,25 +96,21 @@ def find_odd(
 
 
 def _explain(
-    scales: Mapping[Key, float],
-    amax: Mapping[Key, float],
-    *,
-    within: float,
-    fmt: Fp8Format = E4M3FN,
+    scales: Mapping[Key, tuple[float, float]], *, within: float, fmt: Fp8Format = E4M3FN
 ) -> dict[Key, str]:
     """Name the mistake behind each of the scales of one group; empty if nothing fits.
 
     A scale alone may fit two mistakes: with an amax of 21, amax and its reciprocal are the same.
-    Hence each scale gets, of those that fit it, the mistake that is nearest to the group. `amax` is
-    what each has to reach, exactly or about, and `within` the factor by which it may be off.
+    Hence each scale gets, of those that fit it, the mistake that is nearest to the group. A scale
+    has what it has to reach beside it, and `within` is the factor by which that may be off.
     """
     errors = {
         text.format(fmt.max): {
-            key: abs(math.log(scale / make(amax[key], fmt.max))) for key, scale in scales.items()
+            key: abs(math.log(scale / make(amax, fmt.max))) for key, (scale, amax) in scales.items()
         }
         for text, make in _MISTAKES.items()
     }
-    nearest = sorted(errors, key=lambda text: median(errors[text].values()))
+    nearest = sorted(errors, key=lambda text: median(errors[text].values())) if scales else []
     return {
         key: next((text for text in nearest if errors[text][key] <= math.log(within)), "")
         for key in scales
@@ -156,63 +150,48 @@ def find_outliers(
     `expected` of scales, only what differs from it is compared. `most_factor` is how far from a
     median a scale may always be.
     """
-    known = dict.fromkeys(scales, 1.0) if expected is None else expected
-    logs = {
-        layer: math.log(each / known[layer])
-        for layer, each in scales.items()
-        if each != UNCALIBRATED
-    }
-    if len(logs) < 2:
+    layers = sorted(layer for layer, scale in scales.items() if scale != UNCALIBRATED)
+    if len(layers) < 2:
         return {}
-    middle = median(logs.values())
-    spread = median(abs(each - middle) for each in logs.values())
-    most = math.log(most_factor)
-    allowed = max(most, _MOST_DEVIATIONS * _MAD_TO_DEVIATION * spread)
-    found = {layer for layer, each in logs.items() if abs(each - middle) > allowed}
-    found |= _find_unlike_nearest(logs, most)
-    found = found or _find_beyond_gap(logs, most + math.log(_MOST_GAP))
-    if not found:
+    known = np.array([1.0 if expected is None else expected[layer] for layer in layers])
+    logs = np.log([scales[layer] for layer in layers]) - np.log(known)
+    is_odd = _mark_outliers(logs, math.log(most_factor))
+    if not is_odd.any():
         return {}
-    usual = median([logs[layer] for layer in logs if layer not in found] or logs.values())
-    likely = {layer: math.exp(usual) * known[layer] for layer in sorted(found)}
+    usual = np.median(logs if is_odd.all() else logs[~is_odd])
+    likely = dict(zip(layers, (np.exp(usual) * known).tolist(), strict=True))
+    found = {layer: scales[layer] for layer in np.array(layers)[is_odd].tolist()}
     mistakes = _explain(
-        {layer: scales[layer] for layer in likely},
-        {layer: each * E4M3FN.max for layer, each in likely.items()},
+        {layer: (scale, likely[layer] * E4M3FN.max) for layer, scale in found.items()},
         within=_WITHIN_OTHERS,
     )
     than = "the median of the other layers"
     if expected is not None:
         than = "the weights, and the scales of the other layers, suggest"
     texts = {}
-    for layer, each in likely.items():
-        ratio = max(scales[layer] / each, each / scales[layer])
-        size = "larger" if scales[layer] > each else "smaller"
-        text = f"({scales[layer]:.4g}) is {ratio:,.0f} times {size} than {than} ({each:.4g})"
+    for layer, scale in found.items():
+        ratio = max(scale / likely[layer], likely[layer] / scale)
+        size = "larger" if scale > likely[layer] else "smaller"
+        text = f"({scale:.4g}) is {ratio:,.0f} times {size} than {than} ({likely[layer]:.4g})"
         texts[layer] = f"{text}: {mistakes[layer]}" if mistakes[layer] else text
     return texts
 
 
-def _find_unlike_nearest(logs: Mapping[int, float], most: float) -> set[int]:
-    """Find the layers that are far from the median of the two layers on either side."""
-    layers = sorted(logs)
-    found = set()
-    for position, layer in enumerate(layers):
-        nearest = [*layers[max(0, position - 2) : position], *layers[position + 1 : position + 3]]
-        is_known = len(nearest) >= 3
-        if is_known and abs(logs[layer] - median(logs[each] for each in nearest)) > most:
-            found.add(layer)
-    return found
-
-
-def _find_beyond_gap(logs: Mapping[int, float], most: float) -> set[int]:
-    """Find the layers on the side of the widest gap that has fewer layers, if that is too wide."""
-    ranked = sorted(logs, key=lambda layer: logs[layer])
-    gaps = [logs[above] - logs[below] for below, above in pairwise(ranked)]
-    widest = max(range(len(gaps)), key=lambda index: gaps[index])
-    if gaps[widest] <= most:
-        return set()
-    low, high = ranked[: widest + 1], ranked[widest + 1 :]
-    return set(low if len(low) < len(high) else high)
+def _mark_outliers(logs: NDArray[np.float64], most: float) -> NDArray[np.bool_]:
+    """Mark what is farther than `most` from the others, in three ways (see `find_outliers`)."""
+    distances = np.abs(logs - np.median(logs))
+    allowed = max(most, _MOST_DEVIATIONS * _MAD_TO_DEVIATION * np.median(distances))
+    is_odd: NDArray[np.bool_] = distances > allowed
+    for place, log in enumerate(logs):
+        nearest = [*logs[max(0, place - 2) : place], *logs[place + 1 : place + 3]]
+        is_odd[place] |= len(nearest) >= 3 and abs(log - np.median(nearest)) > most
+    ranked = np.argsort(logs, kind="stable")
+    gaps = np.diff(logs[ranked])
+    widest = int(gaps.argmax())
+    if not is_odd.any() and gaps[widest] > most + math.log(_MOST_GAP):
+        low, high = np.split(ranked, [widest + 1])
+        is_odd[low if len(low) < len(high) else high] = True
+    return is_odd
 
 
 # --- scales that are wrong together ---------------------------------------------------------------
@@ -270,10 +249,10 @@ def find_mixup(
     kinds = (False, True) if len(layers) >= _LEAST_SLOTS else (False,)
     if any(_fits(scales, amax, swapped, by_role=kind) for kind in kinds):
         return text, list(swapped)
-    found = {role: _find_order(scales, amax, role) for role in KV_ROLES}
-    if any(found.values()):
-        order = {slot: other for each in found.values() for slot, other in each.items()}
-        roles = " and ".join(role for role, each in found.items() if each)
+    orders = {role: _find_order(scales, amax, role) for role in KV_ROLES}
+    order = {slot: other for found in orders.values() for slot, other in found.items()}
+    if order:
+        roles = " and ".join(role for role, found in orders.items() if found)
         (layer, _), (other, _) = next(iter(order.items()))
         text = f"the {roles} scales are in another order: layer {layer} has that of layer {other}"
         return text, list(order)
@@ -289,43 +268,46 @@ def _find_order(
     All scales have to be those of the statistics, each of one layer; text that differs would give
     other numbers.
     """
-    slots = [slot for slot in scales if slot[1] is role and slot in amax]
-    by_scale = sorted(slots, key=lambda slot: scales[slot])
-    order = dict(zip(by_scale, sorted(slots, key=lambda slot: amax[slot]), strict=True))
+    own = _compare(scales, amax, {slot: slot for slot in scales if slot[1] is role})
+    by_scale, by_amax = (sorted(own, key=lambda slot: by[slot]) for by in (scales, amax))
+    order = dict(zip(by_scale, by_amax, strict=True))
     shared = _find_shared(_compare(scales, amax, order))
     if shared is None or abs(shared) > _MOST_SHARED:
         return {}
-    logs = zip(slots, _compare(scales, amax, dict(zip(slots, slots, strict=True))), strict=True)
-    own = {slot: abs(each - shared) for slot, each in logs}
-    if max(own.values()) < _LEAST_MISFIT:
+    moved = {slot: abs(each - shared) for slot, each in own.items()}
+    if max(moved.values()) < _LEAST_MISFIT:
         return {}
-    return {slot: order[slot] for slot in slots if own[slot] > _SAME}
+    return {slot: order[slot] for slot, misfit in moved.items() if misfit > _SAME}
 
 
 def find_common_factor(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> dict[Slot, str]:
     """Say by which factor all scales are too small; empty where none is common to them."""
-    slots = {slot: slot for slot in scales if slot in amax}
-    shared = _find_shared(_compare(scales, amax, slots))
+    logs = _compare(scales, amax, {slot: slot for slot in scales})
+    shared = _find_shared(logs)
     if shared is None or not _LEAST_FACTOR <= -shared <= _MOST_SHARED:
         return {}
     factor = math.exp(-shared)
     text = f"all scales of K and V are {factor:,.3g} times smaller than amax / {E4M3FN.max:g}"
-    return dict.fromkeys(slots, f"{text} of the statistics: the largest values clip")
+    return dict.fromkeys(logs, f"{text} of the statistics: the largest values clip")
 
 
 def _compare(
     scales: Mapping[Slot, float], amax: Mapping[Slot, float], moved: Mapping[Slot, Slot]
-) -> list[float]:
-    """Give the logarithms of what scales cover, divided by what the places hold they are put to."""
-    return [math.log(scales[slot] * E4M3FN.max / amax[place]) for slot, place in moved.items()]
+) -> dict[Slot, float]:
+    """Give the logarithm of what a scale covers, divided by what the place holds it is put to."""
+    return {
+        slot: math.log(scales[slot] * E4M3FN.max / amax[place])
+        for slot, place in moved.items()
+        if slot in scales and {slot, place} <= amax.keys()
+    }
 
 
-def _find_shared(logs: Sequence[float]) -> float | None:
+def _find_shared(logs: Mapping[Slot, float]) -> float | None:
     """Find the logarithm of the factor that all share; None if they differ, or are too few."""
     if len(logs) < _LEAST_SLOTS:
         return None
-    middle = median(logs)
-    return middle if all(abs(each - middle) <= _SAME for each in logs) else None
+    middle = median(logs.values())
+    return middle if all(abs(each - middle) <= _SAME for each in logs.values()) else None
 
 
 def _fits(
@@ -336,29 +318,25 @@ def _fits(
     by_role: bool = False,
     most_shared: float = _MOST_SHARED,
 ) -> bool:
-    """Tell whether scales fit other places far better than their own.
+    """Tell whether scales fit the places that they are `moved` to far better than their own.
 
-    Args:
-        scales: by layer and role.
-        amax: what each place holds, or about.
-        moved: the other place of each.
-        by_role: the scales of K may share one factor, and those of V another one.
-        most_shared: the logarithm of the largest factor that they may share.
+    All scales may share a factor, or where `by_role` those of K one and those of V another one;
+    `most_shared` is the logarithm of the largest.
     """
-    known = {
-        slot: other
-        for slot, other in moved.items()
-        if slot in scales and {slot, other} <= amax.keys()
-    }
-    if len(known) < _LEAST_SLOTS:
+    there = _compare(scales, amax, moved)
+    if len(there) < _LEAST_SLOTS:
         return False
-    groups = [[slot for slot in known if slot[1] is role] for role in KV_ROLES]
-    groups = [group for group in groups if group] if by_role else [list(known)]
-    misfits = []
-    for places in ({slot: slot for slot in known}, known):
-        logs = [_compare(scales, amax, {slot: places[slot] for slot in group}) for group in groups]
-        # the mean distance from the median of the group
-        misfits.append(mean([abs(each - median(group)) for group in logs for each in group]))
-    own, other = misfits
-    is_near = all(abs(median(group)) <= most_shared for group in logs)
-    return is_near and other < _MOST_MISFIT and own > max(_LEAST_MISFIT, _LEAST_GAIN * other)
+
+    def measure(logs: Mapping[Slot, float]) -> tuple[float, float]:
+        """Give the mean distance from the median of the group, and the largest median."""
+        groups: dict[object, list[float]] = defaultdict(list)
+        for (_, role), log in logs.items():
+            groups[by_role and role].append(log)
+        middles = {key: median(group) for key, group in groups.items()}
+        distances = (abs(log - middles[key]) for key, group in groups.items() for log in group)
+        return mean(distances), max(map(abs, middles.values()))
+
+    own, _ = measure(_compare(scales, amax, {slot: slot for slot in there}))
+    other, shared = measure(there)
+    is_better = own > max(_LEAST_MISFIT, _LEAST_GAIN * other)
+    return shared <= most_shared and other < _MOST_MISFIT and is_better
