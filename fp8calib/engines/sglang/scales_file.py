@@ -9,16 +9,15 @@ so is `.to` of `fused_fp8_qkv_kv_cache.py` (_scale_to_f32), which `trtllm_mha_ba
 Read in 0.5.16 and 0.5.23; `aiter_backend.py` passes the number to kernels that were not read.
 
 The loader itself is vLLM's of 0.4 to 0.6 (`srt/model_loader/weight_utils.py`: `QuantParamSchema`,
-`kv_cache_scales_loader`), replayed with its coercions. Where anything in the file is wrong, all
-scales are 1.0 and one line in the log says why.
+`kv_cache_scales_loader`). Where anything in the file is wrong, all scales are 1.0 and one line in
+the log says why. Numbers in quotes and such, which the loader converts, are called wrong here.
 """
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import numpy as np
 
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.engines.facts.release import Release
@@ -34,6 +33,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.sglang.replay import find_fault, find_sglang_type, has_class
 from fp8calib.engines.status import Status
+from fp8calib.errors import cut_list
 from fp8calib.model.geometry import ModelGeometry
 
 _READS_FILE = "class of this model type reads a file of scales"
@@ -45,17 +45,6 @@ _OVERLAY_FIX = "serve a kv-overlay instead"
 _FIX = (
     "`fp8calib export STATS --format vllm-json --tp {tp} --out DIR` writes a file that is accepted"
 )
-
-
-class _KvCache(BaseModel):
-    dtype: str
-    scaling_factor: dict[int, dict[int, float]]
-
-
-class _Schema(BaseModel):
-    model_config = ConfigDict(protected_namespaces=())
-    model_type: str | None
-    kv_cache: _KvCache
 
 
 def replay_sglang_json(
@@ -88,56 +77,47 @@ def replay_sglang_json(
 
 def _replay_loader(path: Path, geometry: ModelGeometry, tp: int) -> EngineReport:
     try:
-        document = _Schema.model_validate(load_json(path))
-        _check_context(document, geometry, tp)
+        ranks = _read_ranks(load_json(path), geometry, tp)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
-        what = str(error)[:300]
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
-            what = f"{where}: {first['msg']}"
-        why = f"the engine ignores the file and uses 1.0 for all scales: {what}"
+        why = f"the engine ignores the file and uses 1.0 for all scales: {str(error)[:300]}"
         verdict = LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=_FIX.format(tp=tp))
         return report_alike(geometry, verdict)
-    ranks = document.kv_cache.scaling_factor
     layers = []
     for layer, _ in geometry.attentions():
-        one = _judge([ranks[rank][layer.index] for rank in sorted(ranks)])
+        numbers = [rank[layer.index] for rank in ranks]
+        bad = next((number for number in numbers if not is_scale(number)), None)
+        why = "one number for k and v"
+        if bad is None and len(set(numbers)) > 1:
+            why = f"{why}; the largest of {tp} ranks"
+        one = judge_number(max(numbers) if bad is None else bad, why)
         layers.append(LayerVerdict(layer=layer.index, k=one, v=one))
     return EngineReport(layers=tuple(layers))
 
 
-def _check_context(document: _Schema, geometry: ModelGeometry, tp: int) -> None:
-    ranks, count = document.kv_cache.scaling_factor, len(geometry.layers)
-    if document.kv_cache.dtype != "float8_e4m3fn":
-        raise ValueError(f"kv_cache.dtype is {document.kv_cache.dtype!a:.40}, not float8_e4m3fn")
-    if len(ranks) != tp:
-        raise ValueError(f"it has {len(ranks)} ranks, the engine runs {tp}")
-    for rank in range(tp):
-        if rank not in ranks:
-            raise ValueError(f"rank {rank} is missing")
-    for rank, layers in ranks.items():
-        if len(layers) != count:
-            raise ValueError(f"rank {rank} has {len(layers)} layers, the model {count}")
-        missing = next((index for index in range(count) if index not in layers), None)
-        if missing is not None:
-            raise ValueError(f"rank {rank} has no layer {missing}")
-    if document.model_type != geometry.model_type:
-        found = document.model_type
-        raise ValueError(f"model_type is {found!a:.60}, the model's is {geometry.model_type!r}")
+def _read_ranks(document: object, geometry: ModelGeometry, tp: int) -> list[list[float]]:
+    """Read the number of each layer by rank, in float32; ValueError where something is wrong."""
+    cache = document.get("kv_cache") if isinstance(document, dict) else None
+    factors = cache.get("scaling_factor") if isinstance(cache, dict) else None
+    if not isinstance(document, dict) or not isinstance(cache, dict) or factors is None:
+        raise ValueError("there is no kv_cache.scaling_factor")
+    meant = {"model_type": geometry.model_type, "dtype": "float8_e4m3fn"}
+    for key, found in (("model_type", document.get("model_type")), ("dtype", cache.get("dtype"))):
+        if found != meant[key]:
+            raise ValueError(f"{key} is {found!a:.60}, not {meant[key]}")
+    ranks = _list_items("scaling_factor", factors, tp)
+    layers = [_list_items(f"rank {n}", held, len(geometry.layers)) for n, held in enumerate(ranks)]
+    numbers = [number for held in layers for number in held]
+    if wrong := [x for x in numbers if isinstance(x, bool) or not isinstance(x, int | float)]:
+        raise ValueError(f"{wrong[0]!a:.60} is not a number")
+    with np.errstate(over="ignore"):
+        stored: list[list[float]] = np.array(layers, np.float64).astype(np.float32).tolist()
+    return stored
 
 
-def _judge(numbers: list[float]) -> LoadVerdict:
-    """Judge the numbers that ranks have for a layer, in float32."""
-    stored = []
-    for number in numbers:
-        try:
-            stored.append(float(struct.unpack("f", struct.pack("f", number))[0]))
-        except OverflowError:
-            stored.append(float("inf"))
-    bad = next((number for number in stored if not is_scale(number)), None)
-    shared = "one number for k and v"
-    if bad is not None:
-        return judge_number(bad, shared)
-    why = shared if len(set(stored)) == 1 else f"{shared}; the largest of {len(stored)} ranks"
-    return judge_number(max(numbers), why)
+def _list_items(what: str, held: object, count: int) -> list[object]:
+    """List what an object has for 0, 1, ...; ValueError where it has other keys."""
+    names = [str(number) for number in range(count)]
+    if not isinstance(held, dict) or held.keys() != {*names}:
+        keys = cut_list([ascii(key)[:40] for key in held]) if isinstance(held, dict) else held
+        raise ValueError(f"the keys of {what} are {keys!s:.200}, not 0 to {count - 1}")
+    return [held[name] for name in names]
