@@ -148,37 +148,46 @@ def replay_vllm(
     is_later = bool(first) and not release.has(_BACKEND_PLACES)
     is_dropped = release.has(_UNSTARTED, geometry.model_type)
     if (is_later or is_dropped) and not _has_class(geometry, release):
-        why = f"{release.title} does not run {geometry.model_type}"
-        fix = "use another engine"
-        if first:
-            why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-            fix = f"use vLLM {first} or later"
-        raise UnrunRefusal(why, fix=fix)
-    return _Replay(folder, geometry, tp, release, on_gpus=on_gpus).report()
+        if not first:
+            why = f"{release.title} does not run {geometry.model_type}"
+            raise UnrunRefusal(why, fix="use another engine")
+        why = f"{release.title} has no class for {shorten(geometry.architecture)}"
+        raise UnrunRefusal(why, fix=f"use vLLM {first} or later")
+    replay = _Replay(folder, geometry, tp, release)
+    report = replay.report(on_gpus=on_gpus)
+    if replay.method is None:
+        return report
+    if geometry.has_latent_attention:
+        report = report.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX))
+    if replay.method is KvMethod.QUARK:
+        report = replay.amend_quark(report)
+    given_by = release.list_values(_DRAFTER_GETS_SCALES)
+    report = note_drafter(report, geometry, release, given_by=given_by)
+    if not on_gpus:
+        return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
+    is_compressed = replay.method is KvMethod.COMPRESSED_TENSORS
+    return amend_for_dtype(
+        report,
+        folder,
+        nvfp4=_NVFP4 if release.has("--kv-cache-dtype", NVFP4_CACHE) else "",
+        fnuz=_UNCHANGED if is_compressed else _DOUBLED,
+        e5m2=_E5M2,
+        fnuz_device="AMD gfx94x" if is_compressed else "",
+    )
 
 
 class _Replay:
     """The loading of a folder by a release, on `tp` ranks."""
 
     def __init__(
-        self,
-        folder: ScaleFolder,
-        geometry: ModelGeometry,
-        tp: int,
-        release: Release,
-        *,
-        on_gpus: bool,
+        self, folder: ScaleFolder, geometry: ModelGeometry, tp: int, release: Release
     ) -> None:
-        self._folder = folder
-        self._geometry = geometry
-        self._tp = tp
-        self._release = release
-        self._on_gpus = on_gpus
+        self._geometry, self._tp, self._release = geometry, tp, release
         self._context = open_indexed(folder, geometry, error="FileNotFoundError")
         self._problems = self._context.problems
         self._quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
-        self._method = find_kv_method(self._quantization, release, beside=folder.modelopt)
-        self._is_compressed = self._method is KvMethod.COMPRESSED_TENSORS
+        self.method = find_kv_method(self._quantization, release, beside=folder.modelopt)
+        self._is_compressed = self.method is KvMethod.COMPRESSED_TENSORS
         scheme = self._quantization.get("kv_cache_scheme")
         self._has_scheme = isinstance(scheme, dict)
         strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
@@ -201,51 +210,31 @@ class _Replay:
             half_instead_of=("float16", "float32") if self._is_pooling else ("float16",),
         )
 
-    def report(self) -> EngineReport:
-        """Report on every layer, and on what else the folder has."""
-        method, release, geometry = self._method, self._release, self._geometry
+    def report(self, *, on_gpus: bool) -> EngineReport:
+        """Report on every layer with scales for e4m3fn."""
+        context, method = self._context, self.method
         layers, held = self._judge_layers()
-        if self._on_gpus and self._per_head:
+        if on_gpus and self._per_head:
             self._problems.append(_NEEDS_FLASH_ATTENTION)
-        if self._context.scales and method is not None:
-            if self._on_gpus and self._dtype == "float16":
+        if context.scales and method is not None:
+            if on_gpus and self._dtype == "float16":
                 self._problems.append(_STOPS_IN_FLOAT16)
-            if release.has(_CALCULATES_EXISTS):
+            if self._release.has(_CALCULATES_EXISTS):
                 self._problems.append(_CALCULATES)
-        if any(self._context.optional.values()) and method not in (None, KvMethod.NONE):
-            self._note_loaded()
-        report = self._context.report(layers).model_copy(update={"held": held})
-        if self._is_pooling:
-            report = report.model_copy(update={"weights": _POOLING})
-        if method is None:
-            return report
-        if geometry.has_latent_attention:
-            report = report.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX))
-        if method is KvMethod.QUARK:
-            report = self._amend_quark(report)
-        given_by = release.list_values(_DRAFTER_GETS_SCALES)
-        report = note_drafter(report, geometry, release, given_by=given_by)
-        if not self._on_gpus:
-            return amend_for_dtype(report, self._folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
-        has_nvfp4 = release.has("--kv-cache-dtype", NVFP4_CACHE)
-        return amend_for_dtype(
-            report,
-            self._folder,
-            nvfp4=_NVFP4 if has_nvfp4 else "",
-            fnuz=_UNCHANGED if self._is_compressed else _DOUBLED,
-            e5m2=_E5M2,
-            fnuz_device="AMD gfx94x" if self._is_compressed else "",
-        )
+        if any(context.optional.values()) and method not in (None, KvMethod.NONE):
+            self._note_loaded(on_gpus=on_gpus)
+        weights = _POOLING if self._is_pooling else None
+        return context.report(layers).model_copy(update={"held": held, "weights": weights})
 
     def _judge_layers(self) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
         context, places = self._context, self._find_places()
         if self._is_compressed and places:
             refuse_scheme(self._quantization)
-        loader = WeightLoader(context, self._method, places, self._release)
+        loader = WeightLoader(context, self.method, places, self._release)
         loader.refuse_faults()
         context.load(loader.find_slot)
         has_others = any([*context.optional.values(), context.zero_points])
-        if has_others and self._method is not None:
+        if has_others and self.method is not None:
             self._check_shapes()
         has_groups = isinstance(self._quantization.get("config_groups"), dict)
         if self._per_head and context.loaded and not has_groups:
@@ -263,9 +252,9 @@ class _Replay:
                 verdict = context.judge_pair(layer.index, "vLLM", _IGNORED, dtype=self._dtype)
             layers.append(verdict)
             held |= self._list_held(verdict, attention, is_bare=bare is not None)
-        turns_on = self._is_compressed or self._method is KvMethod.MODELOPT
+        turns_on = self._is_compressed or self.method is KvMethod.MODELOPT
         is_on = turns_on and self._has_scheme
-        if self._method is not None and context.scales and not is_on:
+        if self.method is not None and context.scales and not is_on:
             self._problems.append(
                 "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
             )
@@ -318,9 +307,8 @@ class _Replay:
         A q without a scale is 1.0: `BaseKVCacheMethod` copies k to it, and then overwrites that
         (vLLM 0.32.0 `quantization/kv_cache.py`, run).
         """
-        doubles = self._method in _DOUBLING
-        for role in (Role.Q, *KV_ROLES):
-            verdict = getattr(layer, role) if role is not Role.Q else None
+        doubles = self.method in _DOUBLING
+        for role, verdict in ((Role.Q, None), (Role.K, layer.k), (Role.V, layer.v)):
             scale = None if is_bare else self._context.loaded.get((layer.layer, role))
             value = 1.0 if verdict is None else verdict.value
             numbers: tuple[float, ...] = () if value is None else (value,)
@@ -331,9 +319,9 @@ class _Replay:
                 numbers = tuple(map(max, islice(groups, attention.num_kv_heads)))
             elif scale is not None and role is Role.Q and (not doubles or scale.values[0] > 0):
                 numbers = scale.values
-            is_loaded = scale is not None
-            if verdict is not None:
-                is_loaded = verdict.status is not Status.DEFAULTED
+            is_loaded = (
+                scale is not None if verdict is None else verdict.status is not Status.DEFAULTED
+            )
             if numbers:
                 factor = 2.0 if doubles and is_loaded else 1.0
                 yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
@@ -344,9 +332,9 @@ class _Replay:
         An expression in the list `exclude` of a Quark config can match some.
         """
         has_none = self._release.has(PLACELESS, self._geometry.model_type)
-        if has_none or not self._has_places or self._method in (None, KvMethod.NONE):
+        if has_none or not self._has_places or self.method in (None, KvMethod.NONE):
             return {}
-        targets = self._excluded if self._method is KvMethod.QUARK else []
+        targets = self._excluded if self.method is KvMethod.QUARK else []
         return {
             path: layer.index
             for layer, attention in self._geometry.attentions()
@@ -360,9 +348,9 @@ class _Replay:
         if attention.kind == "latent" and not self._expands:
             why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
             return why, "serve it without scales: latents are cached with 1.0"
-        if self._method is None:
+        if self.method is None:
             return "the quantization method has no parameters for KV scales", "write a kv-overlay"
-        if self._method is KvMethod.NONE:
+        if self.method is KvMethod.NONE:
             name = shorten(str(self._quantization.get("quant_method")))
             why = f"vLLM's quant_method {name} has no parameters for KV scales, so it uses 1.0"
             return why, METHODS_FIX
@@ -398,10 +386,10 @@ class _Replay:
             for stored in self._context.zero_points:
                 require_scalar(stored, "vLLM")
 
-    def _note_loaded(self) -> None:
+    def _note_loaded(self, *, on_gpus: bool) -> None:
         """Note what vLLM does with scales of q and of probabilities, where there are any."""
         users = "only backends of GPUs use it"
-        if self._on_gpus:
+        if on_gpus:
             gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
             users = (
                 "backends that quantize the query use it (FlashAttention 3, FlashInfer, Triton "
@@ -418,7 +406,7 @@ class _Replay:
                 loaded = f"{what} is loaded ({len(found)}, such as {found[0]})"
                 self._problems.append(f"{loaded}: {users}")
 
-    def _amend_quark(self, report: EngineReport) -> EngineReport:
+    def amend_quark(self, report: EngineReport) -> EngineReport:
         """Judge what the loader of Quark's checkpoints may not load: stacks, convolutions."""
         names = self._context.tensors
         stacks = (name for name in names if name.endswith("experts.gate_up_proj"))
