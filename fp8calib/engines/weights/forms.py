@@ -10,24 +10,20 @@ of it, read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, PositiveInt, StringConstraints, ValidationError
 
 from fp8calib.engines.replay.verdicts import Unjudged
 from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, Shape, StoredLinear
-from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
+from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT, read_scheme
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.numerics.schemes import (
-    BLOCK,
-    GROUP_SIZE,
-    MX_BLOCK,
-    Granularity,
-    InputScaling,
-    count_blocks,
-)
+from fp8calib.numerics.schemes import Granularity, InputScaling, count_blocks
 
 _PACKED, _SHAPE, _SCALE = "weight_packed", "weight_shape", "weight_scale"
 INPUT_SCALE = "input_scale"
@@ -135,20 +131,6 @@ class _Group(BaseModel, extra="forbid"):
 
 
 _PLAIN = "16 bits"
-_MX = f"float8 per group of {MX_BLOCK[1]}, exponents"
-_MX_INPUTS = {_PLAIN: InputScaling.NONE, f"dynamic {_MX}": InputScaling.GROUP}
-_WEIGHTS = {
-    "float8 per tensor": Granularity.TENSOR,
-    "float8 per channel": Granularity.CHANNEL,
-    "float8 per block of blocks": Granularity.BLOCK,
-}
-_INPUTS = {
-    _PLAIN: InputScaling.NONE,
-    "float8 per tensor": InputScaling.STATIC,
-    "dynamic float8 per tensor": InputScaling.TOKEN,
-    "dynamic float8 per token": InputScaling.TOKEN,
-    f"dynamic float8 per group of {GROUP_SIZE}": InputScaling.GROUP,
-}
 _INT8, _INTS, _NVFP4 = "int-quantized", "pack-quantized", "nvfp4-pack-quantized"
 _FP4 = "float4 per tensor_group of 16"
 _FP4_INPUTS = (_FP4, f"dynamic {_FP4}")
@@ -161,13 +143,10 @@ def read_compressed_group(
     *,
     reads_own_format: bool = True,
 ) -> StoredScheme | OtherScheme:
-    """Read the scheme of a group of `config_groups`.
+    """Read the scheme of a group of `config_groups` in a config of the format `form`.
 
-    Args:
-        group: it.
-        form: the format of the config.
-        formats: those for which the engine has schemes of FP8 weights.
-        reads_own_format: whether a format of the group's own comes first.
+    `formats` are those for which the engine has schemes of FP8 weights; a format of the group's own
+    comes first where it `reads_own_format`.
 
     Raises:
         Unjudged: the group is of no form that is known.
@@ -184,12 +163,12 @@ def read_compressed_group(
     found: StoredScheme | OtherScheme | None = None
     if form not in formats or not weights.startswith("float8"):
         found = _read_other(read.weights, weights, inputs, form)
-    elif form == MX_FORMAT and weights == _MX and inputs in _MX_INPUTS:
-        found = StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=_MX_INPUTS[inputs])
-    elif form != MX_FORMAT and weights in _WEIGHTS and inputs in _INPUTS:
-        block, scaling = read.weights.block_structure, _INPUTS[inputs]
-        if block is None or scaling is not InputScaling.STATIC:
-            found = StoredScheme(weights=_WEIGHTS[weights], block=block or BLOCK, inputs=scaling)
+    else:
+        with suppress(ModelError):
+            scheme = read_scheme(Path(), "", group)
+            is_usual = read.weights.block_structure is None or not scheme.has_static_inputs
+            if is_usual and {scheme.is_mx, "exponents" in weights + inputs} == {form == MX_FORMAT}:
+                found = scheme
     if found is None:
         raise Unjudged(
             f"weights in {weights} with inputs in {inputs} and format {form!a:.40} are of no form "

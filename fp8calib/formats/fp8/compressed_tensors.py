@@ -68,14 +68,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         form = config.get("format", CONFIG_FORMATS[0]) if own is None else own
         if form not in CONFIG_FORMATS:
             raise weight_contradiction(path, module, f"the config's format is {form!a:.40}")
-        weights = _read_arguments(path, module, group.get("weights"))
-        inputs = group.get("input_activations")
-        return make_scheme(
-            path,
-            module,
-            weights,
-            None if inputs is None else _read_arguments(path, module, inputs),
-        )
+        return read_scheme(path, module, group)
 
     return unless_ignored(path, ignored, operator.eq, find)
 
@@ -113,6 +106,17 @@ def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str 
     return next((target for target in targets if "." not in target and kind in target), None)
 
 
+def read_scheme(path: Path, module: str, group: Fields) -> StoredScheme:
+    """Read the FP8 scheme that a group of a config gives to a module; refuse another one."""
+    weights, inputs = (
+        None if (fields := group.get(key)) is None else _read_arguments(path, module, fields)
+        for key in ("weights", "input_activations")
+    )
+    if weights is None:
+        raise weight_contradiction(path, module, "the config says None")
+    return make_scheme(path, module, weights, inputs)
+
+
 def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
     """Read the arguments of one quantizer; missing keys have compressed-tensors' defaults."""
     if not isinstance(fields, dict):
@@ -124,13 +128,17 @@ def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
     if fields.get("symmetric", True) is not True:
         raise refusal(path, f"{module}: FP8 with zero points is not supported")
     size, block, dynamic = (fields.get(k) for k in ("group_size", "block_structure", "dynamic"))
-    strategy = fields.get("strategy") or ("tensor" if size is None else "group")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = str(fields.get("strategy") or inferred).lower()
+    has_groups, has_blocks = size not in (None, -1), block is not None
+    if (has_groups and strategy != "group") or (has_blocks and strategy != "block"):
+        raise refusal(path, f"{module}: FP8 per {strategy} with the size of groups or blocks")
     if dynamic not in (None, True, False):
         raise refusal(
             path, f"{module}: dynamic is {dynamic!a:.40}", hint="it must be true or false"
         )
     return Arguments(
-        strategy=str(strategy).lower(),
+        strategy=strategy,
         dynamic=bool(dynamic),
         group_size=size if type(size) is int else None,
         block=None if block is None else read_block(path, "block_structure", block),
