@@ -1,5 +1,6 @@
 """Tiny random models that see or hear, with their own processors, written as checkpoint folders."""
 
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+import yaml
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -17,9 +20,55 @@ from transformers import (
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
+from transformers.utils import is_torchvision_available
 
-from tests.kit.multimodal_kinds import MULTIMODAL, Kind
 
+@dataclass(frozen=True)
+class Kind:
+    """One model type with its processor."""
+
+    config: dict[str, Any]
+    processor: str
+    """Its class."""
+    parts: dict[str, tuple[str, dict[str, Any]]]
+    """What the processor is made of, each a class and its settings."""
+    placeholders: dict[str, str]
+    """What the chat template writes for a medium."""
+    ids: dict[str, str | list[str]]
+    """The entries of the config, by dotted path, that hold the id of a token, or several."""
+    named: dict[str, str] = field(default_factory=dict)
+    """Tokens that the tokenizer has as attributes."""
+    tokens: list[str] = field(default_factory=list)
+    """Further special ones."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the processor."""
+    needs: list[str] = field(default_factory=list)
+    """Packages that its processor or its model cannot do without, but this project can."""
+    needs_media: bool = False
+    """Whether the processor refuses a row without media."""
+    takes_several: bool = True
+    """Whether a row can have several media of one modality."""
+    starts: bool = True
+    """Whether the chat template writes the token that starts a row."""
+
+    def make_processor(self, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+        """Make the processor.
+
+        With torchvision, transformers loads the class without `Pil`, whose pixels differ a little.
+        """
+        backend = "Pil" if is_torchvision_available() else ""
+        built = {
+            key: getattr(transformers, part.removesuffix(backend))(**own)
+            for key, (part, own) in self.parts.items()
+        }
+        make = getattr(transformers, self.processor)
+        processor = make(**built, tokenizer=tokenizer, **self.settings)
+        processor.chat_template = tokenizer.chat_template
+        return processor
+
+
+_KINDS = yaml.safe_load(Path(__file__).with_name("multimodal_kinds.yaml").read_text())["kinds"]
+MULTIMODAL = {name: Kind(**each) for name, each in _KINDS.items()}
 _BASIC = ("<pad>", "<s>", "</s>", "<unk>")
 _TURNS = ("<|user|>", "<|assistant|>", "<|end|>")
 
@@ -93,7 +142,7 @@ def build_multimodal(
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.clamp_(-1e3, 1e3)  # bounds that training sets are infinite at first
-    return model, kind.processor(tokenizer)
+    return model, kind.make_processor(tokenizer)
 
 
 def save_multimodal(name: str, folder: Path, **text: object) -> None:
