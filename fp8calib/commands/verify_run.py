@@ -36,7 +36,6 @@ from fp8calib.text import Answer, Block, Line
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
-from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.open_candidates import find_candidate
 from fp8calib.verification.report import SCALE_ONE, Remedy, RunProvenance, Verdict, VerifyReport
 from fp8calib.verification.tables import (
@@ -51,6 +50,8 @@ from fp8calib.verification.verify import (
     Verification,
     Verified,
     list_shown_on_page,
+    open_scored,
+    plan_verification,
     run_verification,
 )
 

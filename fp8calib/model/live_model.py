@@ -55,8 +55,14 @@ class LiveCheckpoint(Checkpoint):
         }
 
     def hold(self) -> None:
-        """Copy every tensor to memory of its own."""
-        self._live = {name: tensor.cpu().clone() for name, tensor in self._live.items()}
+        """Copy every tensor to memory of its own, so that the parameters can be replaced."""
+        for name, tensor in self._live.items():
+            if tensor.is_inference():
+                raise UsageError(
+                    f"{name} was made in torch.inference_mode(), so it cannot be replaced",
+                    hint="load the model outside of inference_mode, or pass its path",
+                )
+            self._live[name] = tensor.cpu().clone()
 
     def load_config(self) -> dict[str, object]:
         """Give the config as `save_pretrained` writes it."""

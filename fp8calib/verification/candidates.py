@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.stats_header import calibrate_first
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
-from fp8calib.formats.table import ScaleSource, ScaleTable
-from fp8calib.model.geometry import ModelGeometry, Role, Site
-from fp8calib.model.load import LoadedModel
-from fp8calib.model.weight_source import WeightSource
-from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
-from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import (
-    emulate_kv,
-    find_misreads,
-    fit_kv,
-    make_unscaled_table,
-    takes_latents_unscaled,
+from fp8calib.engines.numerics import Numerics, find_served_dtype
+from fp8calib.errors import (
+    ModelError,
+    UsageError,
+    VerificationError,
+    cut_list,
+    format_ranges,
+    name_ranges,
 )
+from fp8calib.formats.convert import fits_heads
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.tensor_parallel import rank_range
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.schemes import MX_BLOCK, Granularity, find_scheme
+from fp8calib.verification.emulation.candidate import Candidate, Reads
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +52,19 @@ def build_kv_candidate(
 
     `origin` is shown to people.
     """
+    geometry, notes = table.geometry, []
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
     description = f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin})"
-    if takes_latents_unscaled(table, numerics):
+    if geometry.has_latent_attention and not numerics.kv_scales_latents:
         description += f"; {numerics.name} ignores scales of latent attention: 1.0"
-    notes, reads = [], find_misreads(table, numerics)
-    if misread := [layer.index for layer, a in table.geometry.attentions() if a.module in reads]:
+    reads = find_misreads(table, numerics)
+    if misread := [layer.index for layer, a in geometry.attentions() if a.module in reads]:
         note = f"layers {format_ranges(misread)} read the cache of other layers with their own "
         notes.append(f"{note}scales, 1.0 where the file has none, and so misread it")
     if layers := list_defaulted(table):
-        note = f"the file has no scale for {name_ranges(layers)}: 1.0, as engines serve it"
-        notes.append(note)
-        description += f"; {note}"
+        notes.append(f"the file has no scale for {name_ranges(layers)}: 1.0, as engines serve it")
+        description += f"; {notes[-1]}"
     return Candidate(
         name=name,
         description=description,
@@ -128,7 +132,7 @@ def build_scheme(
     from fp8calib.quantization.calibrated_scales import InputScales  # noqa: PLC0415
     from fp8calib.quantization.select import find_selection  # noqa: PLC0415
     from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
-    from fp8calib.verification.emulation.linears import emulate_planned  # noqa: PLC0415
+    from fp8calib.verification.emulation.weights import emulate_planned  # noqa: PLC0415
 
     found, fmt = find_scheme(scheme), target.fmt
     if found.has_static_inputs and stats is None:
@@ -173,3 +177,168 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
             f"{candidate.name}: it quantizes nothing of this model",
             hint="add --scheme fp8-dynamic if it has no KV cache: this emulates FP8 weights",
         )
+
+
+# --- the quantizers of an engine's KV cache -------------------------------------------------------
+
+
+def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
+    """Make the table of an engine without scales: 1.0 for K and V of every layer."""
+    one = Scale(values=torch.ones(1), source=ScaleSource.OBSERVED)
+    return ScaleTable(
+        geometry=geometry,
+        fmt=fmt,
+        tp=1,
+        per_head=False,
+        scales={a.site(role): one for _, a in geometry.attentions() for role in (Role.K, Role.V)},
+    )
+
+
+def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
+    """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities."""
+    _check_usable(table, numerics)
+    table = _round_scales(table, numerics)
+    quantizers: dict[Site, Quantizer] = {}
+    for _, attention in table.geometry.attentions():
+        for role in (Role.K, Role.V):
+            if attention.producer is None:
+                quantizers[attention.site(role)] = Quantizer(
+                    fmt=table.fmt,
+                    scale=_find_scale(table, attention, role, numerics),
+                    rounding=numerics.kv_rounding,
+                    by_reciprocal=numerics.kv_by_reciprocal,
+                    in_model_dtype=numerics.kv_in_model_dtype,
+                    saturates=table.fmt.name not in numerics.kv_unsaturated,
+                )
+        if numerics.quantizes_query and attention.kind == "heads":
+            quantizers[attention.site(Role.Q)] = Quantizer(
+                fmt=table.fmt,
+                scale=_find_scale(table, attention, Role.Q, numerics),
+                by_reciprocal=numerics.query_by_reciprocal,
+            )
+        if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
+            factor = torch.tensor(1 / numerics.probability_factor)
+            tile = numerics.find_tile(attention.k_head_dim)
+            quantizers[attention.site(Role.P)] = Quantizer(fmt=table.fmt, scale=factor, tile=tile)
+    return quantizers
+
+
+def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
+    """Find the layers that read another's cache with other scales than it was written with."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    if not numerics.kv_shared_own_scale:
+        return found
+    table = _round_scales(table, numerics)
+    for _, attention in table.geometry.attentions():
+        producer = table.geometry.producer_of(attention)
+        if producer is attention:
+            continue
+        factors = []
+        for role in (Role.K, Role.V):
+            own = torch.tensor(1.0)
+            if table.scales[attention.site(role)].source is not ScaleSource.ABSENT:
+                own = _find_scale(table, attention, role, numerics)
+            factors.append(own / _find_scale(table, producer, role, numerics))
+        if any(bool((factor != 1).any()) for factor in factors):
+            found[attention.module] = factors[0], factors[1]
+    return found
+
+
+def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[Site, Quantizer]:
+    """Give the quantizers of scale 1.0, with fitted scales wherever the engine uses a scale.
+
+    A fitted scale is the smallest power of two with which no value of a tensor clips. It rounds
+    every value as 1.0 does that neither clips nor is subnormal.
+    """
+    table = make_unscaled_table(geometry, fmt)
+    unscaled = emulate_kv(table, numerics)
+    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
+    try:
+        scaled = emulate_kv(replace(table, scales=dict.fromkeys(unscaled, two)), numerics)
+    except VerificationError:  # the engine uses no scale at all
+        return unscaled
+    return {
+        site: quantizer
+        if quantizer.is_same(scaled[site])
+        else replace(scaled[site], scale=Granularity.TENSOR, power_of_two=True)
+        for site, quantizer in unscaled.items()
+    }
+
+
+def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:
+    """Say why the engine's KV cache stays in 16 bits with these scales; empty if it is FP8."""
+    model_type = table.geometry.model_type
+    is_rounded = table.dialect in numerics.kv_rounded_dialects
+    if not is_rounded or model_type not in numerics.kv_plain_types:
+        return ""
+    return f"{numerics.name} caches {model_type} in 16 bits whatever --kv-cache-dtype says"
+
+
+def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
+    if why := explain_plain_cache(table, numerics):
+        hint = "write the scales as a kv-overlay: its kv_cache_scheme makes the cache FP8"
+        raise VerificationError(why, hint=hint)
+    if table.per_head and not numerics.kv_per_head:
+        raise VerificationError(
+            f"the scales are per head, and {numerics.name} loads one per tensor",
+            hint="use an engine that supports them: --engine vllm",
+        )
+    if not fits_heads(table.geometry, table.tp):
+        raise ModelError(
+            f"the scales are for {table.tp} ranks, and the model's heads cannot be split over them",
+            hint="is the file of another model? the ranks must divide the attention heads",
+        )
+    is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
+    is_misread = table.dialect in numerics.kv_misread_latents
+    if is_misread and table.geometry.has_latent_attention and is_scaled:
+        raise VerificationError(
+            f"{numerics.name} stores latents without these scales, but multiplies by them",
+            hint="serve the model without scales of latents, or with 1.0",
+        )
+    if table.fmt is E5M2 and is_scaled and not numerics.kv_scales_e5m2:
+        raise VerificationError(
+            f"{numerics.name} uses no scales with an e5m2 KV cache",
+            hint="use --fp8-dtype e4m3fn; e5m2 is verified only at scale 1.0",
+        )
+
+
+def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
+    """Round scales of some dialects to the dtype that the model is served in."""
+    if table.dialect not in numerics.kv_rounded_dialects:
+        return table
+    name = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)
+    rounded = {}
+    for site, scale in table.scales.items():
+        values = scale.values.to(getattr(torch, name)).float()
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise VerificationError(
+                f"{numerics.name} rounds scales to {name}, in which that of {site} is "
+                f"{values.max().item():g}",
+                hint="store the scales as compressed-tensors does (kv-overlay): they stay fp32",
+            )
+        rounded[site] = replace(scale, values=values)
+    return replace(table, scales=rounded)
+
+
+def _find_scale(
+    table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
+) -> torch.Tensor:
+    """Find the scale that the engine uses for K, V or q: 0-dim, or [H, 1, 1] where heads differ."""
+    site, is_query = attention.site(role), role is Role.Q
+    is_unscaled = attention.kind == "latent" and not numerics.kv_scales_latents
+    if is_query:
+        is_unscaled = numerics.query_unscaled or site not in table.scales
+    if is_unscaled:
+        return torch.tensor(1.0)
+    values = table.scales[site].values
+    if table.per_head:
+        shares_largest = numerics.kv_heads_share_largest and not is_query
+        return values.max() if shares_largest else values.reshape(-1, 1, 1)
+    if bool((values == values[0]).all()):
+        return values[0].float()
+    num_heads = attention.num_heads if is_query else attention.num_kv_heads
+    spread = torch.zeros(num_heads)
+    for rank in reversed(range(len(values))):  # the first rank that owns a head counts
+        heads = rank_range(num_heads, len(values), rank)
+        spread[heads.start : heads.stop] = values[rank]
+    return spread.reshape(-1, 1, 1)

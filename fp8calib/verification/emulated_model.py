@@ -35,8 +35,7 @@ from fp8calib.verification.candidates import (
     check_sites,
 )
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.weights import changed_weights
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.open_candidates import Scales, open_candidate
 from fp8calib.verification.report import SCALE_ONE
 
@@ -105,11 +104,8 @@ def emulate(
         for note in made.notes:
             warnings.warn(f"{made.name}: {note}", Fp8CalibWarning, stacklevel=3)
         hooks = EmulationHooks(made.quantizers, made.reads)
-        measured = (hooks.damage, hooks.weight_scales)
-        originals, geometry = prepared.weights, prepared.geometry
-        stack.enter_context(changed_weights(model, made.weights, originals, *measured))
-        stack.enter_context(open_emulation_hooks(model, geometry, hooks))
-        stack.enter_context(_open_cache_hooks(model, geometry, hooks))
+        stack.enter_context(emulated(prepared, made, hooks))
+        stack.enter_context(_open_cache_hooks(model, prepared.geometry, hooks))
         _EMULATED.add(model)
         stack.callback(_EMULATED.discard, model)
         yield made

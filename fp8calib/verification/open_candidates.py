@@ -40,10 +40,10 @@ from fp8calib.verification.candidates import (
     build_unscaled,
     check_sites,
     describe_rounding,
+    explain_plain_cache,
     leave_cache,
 )
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.kv import explain_plain_cache
 from fp8calib.verification.report import SCALE_ONE
 
 Scales = str | Path | CalibrationStats
@@ -296,7 +296,7 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     # most candidates change no weights
     from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint  # noqa: PLC0415
     from fp8calib.formats.fp8.compressed_tensors import require_format  # noqa: PLC0415
-    from fp8calib.verification.emulation.linears import (  # noqa: PLC0415
+    from fp8calib.verification.emulation.weights import (  # noqa: PLC0415
         emulate_stored,
         list_embedding_and_head,
     )

@@ -29,11 +29,11 @@ from fp8calib.verification.emulation.emulate import (
     emulated,
     repeat,
 )
-from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.token_scores import (
     Logits,
     TokenScores,
     join_scores,
+    open_lm_head,
     score_batch,
     split_sequences,
 )
@@ -239,12 +239,7 @@ def _run_whole(
                 hooks = SharedHooks([models[index] for index in chosen])
             with (
                 blaming(candidate.name) if len(chosen) == 1 else nullcontext(),
-                emulated(
-                    *(model.model, model.geometry, candidate, hooks),
-                    originals=model.weights,
-                    decoder=decoder,
-                    keeps_originals=keeps,
-                ) as run,
+                emulated(model, candidate, hooks, decoder=decoder, keeps_originals=keeps) as run,
             ):
                 for batch in group:
                     after = run(batch if len(chosen) == 1 else repeat(batch, len(chosen)))

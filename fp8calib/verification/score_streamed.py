@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ from fp8calib.verification.emulation.weights import (
     WeightChange,
     changed_weights,
 )
-from fp8calib.verification.lm_head import open_lm_head
-from fp8calib.verification.token_scores import Logits
+from fp8calib.verification.token_scores import Logits, open_lm_head
 
 
 class _Lane:
@@ -59,7 +59,8 @@ class _Lane:
             elif (embedding := streamed.embeddings.get(name)) is not None:
                 assert isinstance(change, HeldWeight)  # noqa: S101 -- no scheme quantizes it
                 try:
-                    self.rows.append((embedding, embedding.read_others(change.read_rows)))
+                    read = partial(change.source.read_rows, name)
+                    self.rows.append((embedding, embedding.read_others(read)))
                 except (IndexError, RuntimeError) as error:
                     raise VerificationError(
                         f"{name} has another shape in the FP8 checkpoint: {error}",

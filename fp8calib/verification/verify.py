@@ -5,24 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.run_model import RunModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, VerificationError, cut_list
-from fp8calib.model.geometry import ModelGeometry, Site
+from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list
+from fp8calib.model.device import DTYPES
+from fp8calib.model.geometry import ModelGeometry, Role, Site
+from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.emulate import MeasurementHooks
+from fp8calib.verification.emulation.emulate import MeasurementHooks, can_share, repeat
+from fp8calib.verification.emulation.fake_quantize import Damage
+from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import assess_need, describe_damage, list_losing
 from fp8calib.verification.judge.gates import GATES, Gate, judge
@@ -52,7 +60,7 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.token_scores import split_sequences
+from fp8calib.verification.token_scores import scoring_bytes, split_sequences
 
 if TYPE_CHECKING:
     from fp8calib.calibration.streamed_model import StreamedModel
@@ -166,16 +174,18 @@ def run_verification(
                 refused=(*asked.refused, refused),
                 warnings=(*asked.warnings, str(refused)),
             )
-    unmet = [text for each in asked.candidates for text in _list_unmet_sites(each, asked, scores)]
     layer_of, rows = asked.geometry.index_modules(), {}
-    for each in asked.candidates:
-        measured = scores.damage[each.name], scores.weight_scales[each.name], hooks.found
-        rows[each.name] = list_layers(each, *measured, layer_of)
-    layers = tuple(chain.from_iterable(rows.values()))
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
     ppl = compute_ppl(scores.reference.logprobs)
     broken = explain_broken(ppl, vocab_size)
-    results = [_judge(each, asked, scores, rows[each.name], broken) for each in asked.candidates]
+    unmet: list[str] = []
+    results = []
+    for each in asked.candidates:
+        unmet += _list_unmet_sites(each, asked, scores)
+        measured = scores.damage[each.name], scores.weight_scales[each.name], hooks.found
+        rows[each.name] = list_layers(each, *measured, layer_of)
+        results.append(_judge(each, asked, scores, rows[each.name], broken))
+    layers = tuple(chain.from_iterable(rows.values()))
 
     # KV scales and scale 1.0 are compared with each other, and candidates with FP8 weights.
     cached = [one.name for one in results if has_kv_only(one.name, layers)]
@@ -187,23 +197,15 @@ def run_verification(
         for base in kind
         if name not in {base, SCALE_ONE}
     )
-    kv = None
+    rescore, kv, noise = partial(score, model, progress=progress), None, None
     has_fits = any(row.fit is not None for row in rows.get(SCALE_ONE, ()))
     if has_fits and (len(results) == 1 or len(cached) > 1):
-
-        def run_fitted(quantizers: Candidate) -> torch.Tensor:
-            again = score(model, [quantizers], asked.batches, progress=progress, stage=_FITTED)
-            return again.candidates[_FITTED].klds
-
-        kv = _assess(asked, rows, klds, pairs, run_fitted)
-    noise = None
+        kv = _assess(asked, rows, klds, pairs, rescore)
     if asked.measures_noise:
-
-        def run_again(text: list[Batch]) -> torch.Tensor:
-            return score(model, (), text, progress=progress, stage="noise floor").reference.logprobs
-
-        before = scores.reference.logprobs
-        noise = measure_noise(asked.plan, asked.batch_size, before, run_again)
+        noise = measure_noise(
+            *(asked.plan, asked.batch_size, scores.reference.logprobs),
+            lambda text: rescore((), text, stage="noise floor").reference.logprobs,
+        )
     report = VerifyReport(
         model=asked.model,
         engine=asked.engine or asked.numerics.name,
@@ -267,6 +269,7 @@ def list_layers(
     rows = []
     for site, sums in damage.items():
         found, measured = Damage(*sums.tolist()), fits.get((candidate.name, site))
+        clipped, flushed = found.shares
         per: Granularity | Literal["head"]
         smallest = largest = limit = None
         if site in weight_scales:
@@ -284,8 +287,8 @@ def list_layers(
                 layer=layer_of[site.module],
                 role=site.role.value,
                 sqnr_db=found.sqnr_db,
-                clipped=found.shares[0],
-                flushed=found.shares[1],
+                clipped=clipped,
+                flushed=flushed,
                 amax=found.amax,
                 scale=largest,
                 largest=limit,
@@ -345,6 +348,97 @@ def _judge(
     )
 
 
+# --- the model in memory --------------------------------------------------------------------------
+
+
+def plan_verification(
+    asked: Verification,
+    model: RunModel,
+    scratch: Path,
+    *,
+    walks: int = 2,
+    always_streams: str = "",
+    cannot_stream: UsageError | None = None,
+    may_share: bool = False,
+) -> MemoryPlan:
+    """Choose between a model in memory whole and one that is streamed.
+
+    Args:
+        asked: what is compared.
+        model: the unquantized model.
+        scratch: the folder of hidden states that do not fit into memory.
+        walks: how often all layers are read; the noise floor is one of two.
+        always_streams: why it is streamed in any case.
+        cannot_stream: raised where it would be streamed.
+        may_share: let candidates share a batch with the unquantized model, where a GPU has room.
+    """
+    if model.is_placed:
+        return MemoryPlan()
+    text, scored = asked.batches, asked.scored
+    logits = scoring_bytes(
+        torch.device(model.device),
+        int(model.source.text_config.vocab_size),
+        DTYPES[model.dtype].itemsize,
+        num_tokens=max(batch.input_ids.numel() for batch in text),
+    )
+    extra = {}
+    roles = {site.role for each in scored for site in each.quantizers}
+    if Role.P in roles:
+        heads = [attention.num_heads for _, attention in asked.geometry.attentions()]
+        length = max(batch.input_ids.shape[1] for batch in text)
+        extra["attention in fp32"] = attending_bytes(torch.device(model.device), max(heads), length)
+    work = Workload(
+        prepared=model.prepared,
+        checkpoint=model.checkpoint,
+        dtype=DTYPES[model.dtype],
+        device=model.device,
+        batches=text,
+        scratch=scratch,
+        extra=extra,
+        logits_bytes=logits,
+        num_models=len(scored) + 1,
+        changes_weights=any(each.weights for each in scored),
+        changes_inputs=Role.INPUT in roles,
+        walks=walks,
+        always_streams=always_streams,
+    )
+    limits = find_limits(model.device, model.memory)
+    plan = plan_memory(work, limits, cannot_stream=cannot_stream)
+    count = 1 + sum(map(can_share, scored))
+    is_whole = limits.device_bytes is not None and plan.streaming is None
+    is_text = all(batch.media is None for batch in text)
+    if not (may_share and is_whole and is_text and count > 1):
+        return plan
+    repeated = replace(work, batches=[repeat(batch, count) for batch in text])
+    try:
+        shared = plan_memory(repeated, limits, cannot_stream=UsageError("one by one"))
+    except UsageError:
+        return plan
+    return replace(shared, models_in_a_batch=count)
+
+
+@contextmanager
+def open_scored(
+    asked: Verification, model: RunModel, mode: MemoryPlan, progress: Progress
+) -> Iterator[PreparedModel | StreamedModel]:
+    """Load the model whole, or open it for streaming.
+
+    Of one in memory, the weights that candidates replace are copied first.
+    """
+    if isinstance(model.checkpoint, LiveCheckpoint) and any(c.weights for c in asked.candidates):
+        model.checkpoint.hold()
+    prepared = model.load(mode, progress)
+    if mode.streaming is None:
+        yield prepared
+        return
+    # most models fit into memory
+    from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
+
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
+    with open_streamed(prepared, model.checkpoint, tokens, mode.streaming) as streamed:
+        yield streamed
+
+
 # --- the need of scales, the noise floor, rules ---------------------------------------------------
 
 
@@ -353,12 +447,12 @@ def _assess(
     rows: Mapping[str, Sequence[LayerResult]],
     klds: Mapping[str, torch.Tensor],
     pairs: Sequence[PairedResult],
-    run_fitted: Callable[[Candidate], torch.Tensor],
+    rescore: Callable[..., Scores],
 ) -> KvNeed:
     """Tell whether KV scales are needed.
 
     Where scale 1.0 loses nothing, it adds nothing to what FP8 costs. Else it is compared with a
-    candidate whose scales all fit, or by `run_fitted` with quantizers that fit.
+    candidate whose scales all fit, or with quantizers that fit, by `rescore`.
     """
     losing, added, fp8 = list_losing(rows[SCALE_ONE]), None, klds[SCALE_ONE]
     if losing:
@@ -368,11 +462,11 @@ def _assess(
             if not each.weights and each.name != SCALE_ONE
             if any(row.fit for row in rows[each.name]) and not list_losing(rows[each.name])
         )
-        if (found := next(fitting, None)) is not None:
-            fp8 = found
-        else:
-            one = next(each for each in asked.candidates if each.name == SCALE_ONE)
-            fp8 = run_fitted(Candidate(name=_FITTED, quantizers=one.fitted))
+        one = next(each for each in asked.candidates if each.name == SCALE_ONE)
+        if (found := next(fitting, None)) is None:
+            fitted = Candidate(name=_FITTED, quantizers=one.fitted)
+            found = rescore([fitted], asked.batches, stage=_FITTED).candidates[_FITTED].klds
+        fp8 = found
         both = {SCALE_ONE: klds[SCALE_ONE], _FITTED: fp8}
         added = compare_paired(SCALE_ONE, _FITTED, both, asked.plan.lengths)
     removed = [pair for pair in pairs if pair.base == SCALE_ONE]

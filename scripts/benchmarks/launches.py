@@ -30,9 +30,9 @@ from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from scripts.benchmarks.options import make_parser
 from tests import zoo
 from tests.simulated_gpus import gpu

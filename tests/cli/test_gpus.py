@@ -219,7 +219,7 @@ def test_candidates_share_a_batch_where_memory_allows(tmp_path: Path, rows: Path
         assert "2 of the candidates share each batch: their figures differ by rounding" in both.err
         room = both.json["memory"]["device_peak_bytes"] - 1
         limits = memory_plan.find_limits("cuda", None)._replace(device_bytes=room)
-        with mock.patch("fp8calib.verification.memory.find_limits", return_value=limits):
+        with mock.patch("fp8calib.verification.verify.find_limits", return_value=limits):
             alone = succeed(*command, "--device", "cuda", "--json")
     assert alone.json["memory"]["models_in_a_batch"] is None
     assert not alone.json["memory"]["streamed"]

@@ -43,7 +43,7 @@ from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.linears import emulate_planned, emulate_stored
+from fp8calib.verification.emulation.weights import emulate_planned, emulate_stored
 from fp8calib.verification.score import Scores, score
 
 LARGEST = {
@@ -195,9 +195,7 @@ def emulate(
 ) -> list[torch.Tensor]:
     """Run batches through the product's emulation."""
     hooks = hooks or EmulationHooks(emulation.quantizers, emulation.reads)
-    with emulated(
-        subject.model, subject.geometry, emulation, hooks, originals=subject.originals
-    ) as run:
+    with emulated(subject.prepared, emulation, hooks) as run:
         return [run(batch) for batch in batches]
 
 

@@ -18,12 +18,11 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import Damage, sum_damage
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer, sum_damage
 from fp8calib.verification.report import SCALE_ONE, LayerResult
 from fp8calib.verification.verify import list_layers, measure_fit
 from tests import zoo

@@ -23,13 +23,13 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification import score as score_module
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import (
+from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
+from fp8calib.verification.emulation.fake_quantize import (
     DamageSums,
+    Quantizer,
     measure_damage,
     sum_damage,
 )
-from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import Requantized
 from fp8calib.verification.score import score
 from scripts.benchmarks.launches import WorkCounter, make_emulations

@@ -16,8 +16,8 @@ from fp8calib.errors import VerificationError
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Attention, Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
 from tests.verification import by_hand
 from tests.verification.by_hand import (

@@ -15,8 +15,8 @@ from fp8calib.errors import VerificationError
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES, Granularity
+from fp8calib.verification.candidates import emulate_kv
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.verification.by_hand import (

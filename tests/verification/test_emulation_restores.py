@@ -18,16 +18,16 @@ from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology import find_text_decoder
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.weights import (
     Changed,
     ScaleRange,
     WeightParameter,
 )
-from fp8calib.verification.lm_head import open_lm_head
+from fp8calib.verification.token_scores import open_lm_head
 from tests import zoo
 from tests.kit.pictures import assert_unchanged, take
 from tests.verification.by_hand import (
@@ -87,9 +87,7 @@ def test_an_emulation_leaves_nothing_behind(subject: Subject, error: Any) -> Non
     hooks = EmulationHooks(emulation.quantizers)
 
     def run_and_fail() -> None:
-        with emulated(
-            subject.model, subject.geometry, emulation, hooks, originals=subject.originals
-        ) as run:
+        with emulated(subject.prepared, emulation, hooks) as run:
             assert not torch.equal(run(PADDED), plain)
             assert any(module._forward_pre_hooks for module in subject.model.modules())
             if error is not None:

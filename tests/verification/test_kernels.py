@@ -19,9 +19,13 @@ from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
 from fp8calib.verification.emulation import probabilities
-from fp8calib.verification.emulation.damage import DamageSums, measure_damage
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
+from fp8calib.verification.emulation.fake_quantize import (
+    DamageSums,
+    FakeQuantized,
+    Quantizer,
+    measure_damage,
+)
 from scripts.benchmarks.launches import make_emulations
 from tests import zoo
 from tests.kit.minutes import in_minutes, takes_minutes

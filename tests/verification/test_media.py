@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForMultimodalLM
 
 import fp8calib
-from fp8calib.verification import memory
+from fp8calib.verification import verify
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 
@@ -69,7 +69,7 @@ def test_a_streamed_verification_gives_the_same_figures(name: str, tmp_path: Pat
 
 def streamed(streams: bool) -> Any:
     """Let a verification stream the model, as if it did not fit."""
-    choose = memory.plan_memory
+    choose = verify.plan_memory
 
     def chosen(work: Any, *args: Any, **kwargs: Any) -> Any:
         why = "asked for by a test" if streams else work.always_streams
@@ -77,7 +77,7 @@ def streamed(streams: bool) -> Any:
         assert (mode.streaming is not None) == streams
         return mode
 
-    return patch.object(memory, "plan_memory", chosen)
+    return patch.object(verify, "plan_memory", chosen)
 
 
 def test_a_model_that_sees_is_not_calibrated_on_text_without_a_word(tmp_path: Path) -> None:

@@ -19,12 +19,11 @@ from fp8calib.calibration.hooks import AttentionCall, HookedCache, open_hooks
 from fp8calib.engines.registry import ENGINES, find_emulated
 from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import Damage, DamageSums
 from fp8calib.verification.emulation.emulate import EmulationHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.fake_quantize import Damage, DamageSums, Quantizer
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     attending_bytes,

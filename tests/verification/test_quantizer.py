@@ -11,9 +11,10 @@ import torch
 
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.damage import Damage, measure_damage
 from fp8calib.verification.emulation.fake_quantize import (
+    Damage,
     Quantizer,
+    measure_damage,
 )
 from tests.verification.by_hand import cast, search_down
 

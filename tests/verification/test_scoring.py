@@ -20,10 +20,9 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification import score as score_module
 from fp8calib.verification import token_scores as scoring
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.lm_head import open_lm_head
-from fp8calib.verification.token_scores import score_batch, scoring_bytes
+from fp8calib.verification.token_scores import open_lm_head, score_batch, scoring_bytes
 from tests import zoo
 from tests.kit.allocations import peak_allocated
 from tests.kit.multimodal import build_multimodal

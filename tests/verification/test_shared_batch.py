@@ -17,10 +17,10 @@ from fp8calib.errors import VerificationError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.score import Scores, score
 from tests import zoo
 from tests.doors import LENGTHS, opened, rows_of, run_calibration

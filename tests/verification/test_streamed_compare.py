@@ -26,9 +26,9 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.quantization.select import find_selection
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.score import Scores, score
 from tests import zoo
 from tests.calibration.test_plan import MODELS

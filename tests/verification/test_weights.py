@@ -14,7 +14,7 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.geometry import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.weights import (
     HeldWeight,
     ScaleRange,

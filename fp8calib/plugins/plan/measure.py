@@ -19,11 +19,10 @@ from fp8calib.data.sequences import DataPlan, batches, replace_sequences
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.score import AT_ONCE, count_in_rounds, score_in_rounds
 from fp8calib.verification.summary import Summary, summarize
 from fp8calib.verification.token_scores import TokenScores
-from fp8calib.verification.verify import Verification
+from fp8calib.verification.verify import Verification, open_scored, plan_verification
 
 MEASURED_NAME = "measured.safetensors"
 _TAG = "fp8calib.plan"

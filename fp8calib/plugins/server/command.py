@@ -46,9 +46,14 @@ from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.served_candidates import compare_served, list_served
 from fp8calib.text import Block, Line, Table
 from fp8calib.verification.judge.gates import GATES
-from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.tables import describe_pair, format_mean_kld
-from fp8calib.verification.verify import Verification, Verified, run_verification
+from fp8calib.verification.verify import (
+    Verification,
+    Verified,
+    open_scored,
+    plan_verification,
+    run_verification,
+)
 
 
 def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunPlan:

@@ -21,19 +21,20 @@ from fp8calib.calibration.hooks import AttentionCall, ExpertsCall, HookedCache, 
 from fp8calib.calibration.reductions import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.geometry import Attention, Linear, ModelGeometry, Role, Site
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads, blaming
-from fp8calib.verification.emulation.damage import (
+from fp8calib.verification.emulation.fake_quantize import (
     DamageRow,
     DamageSums,
+    FakeQuantized,
+    Quantizer,
     measure_damage,
     measure_heads,
     sum_damage,
 )
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     has_probability_kernel,
@@ -274,12 +275,10 @@ def has_emulation_kernel(device: torch.device) -> bool:
 
 @contextmanager
 def emulated(
-    model: PreTrainedModel,
-    geometry: ModelGeometry,
-    emulation: Candidate,
+    prepared: PreparedModel,
+    candidate: Candidate,
     hooks: EmulationHooks,
     *,
-    originals: WeightSource,
     decoder: Decoder | None = None,
     keeps_originals: bool = False,
 ) -> Iterator[Callable[[Batch], torch.Tensor]]:
@@ -287,10 +286,10 @@ def emulated(
 
     `decoder` is that of the model, for callers that emulate again and again.
 
-    The hooks, made for the same emulation, keep their measurements across contexts. When the
-    context closes, changed weights are read again from `originals`, or copied back where
-    `keeps_originals` kept them on their device.
+    The candidate's hooks keep their measurements across contexts. When the context closes, changed
+    weights are read again, or copied back where `keeps_originals` kept them on their device.
     """
+    model, geometry = prepared.model, prepared.geometry
     used, attentions = decoder or Decoder(model), geometry.owners()
 
     def run(batch: Batch) -> torch.Tensor:
@@ -300,13 +299,13 @@ def emulated(
         return hidden
 
     weights: AbstractContextManager[None] = nullcontext()
-    if emulation.weights:
+    if candidate.weights:
         # most candidates change none
         from fp8calib.verification.emulation.weights import changed_weights  # noqa: PLC0415
 
         told = (hooks.damage, hooks.weight_scales)
         weights = changed_weights(
-            *(model, emulation.weights, originals, *told), keeps=keeps_originals
+            *(model, candidate.weights, prepared.weights, *told), keeps=keeps_originals
         )
     with weights, open_emulation_hooks(model, geometry, hooks):
         yield run

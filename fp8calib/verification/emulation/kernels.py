@@ -16,8 +16,7 @@ import triton.language as tl
 from fp8calib.calibration import kernels
 from fp8calib.numerics.formats import Fp8Format, Specials
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.damage import SummedDamage
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.fake_quantize import Quantizer, SummedDamage
 
 _WIDE = 256
 """Rows of more elements are taken a few at a time: the more programs share them."""

@@ -20,12 +20,13 @@ from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.calibration.reductions import Results, is_trusted
 from fp8calib.numerics.cast import round_positive_
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.verification.emulation.damage import (
+from fp8calib.verification.emulation.fake_quantize import (
     DamageRow,
     DamageSums,
+    FakeQuantized,
+    Quantizer,
     measure_damage,
 )
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 
 _CHUNK_SIZE = 1 << 18
 """Scores that are held at a time."""

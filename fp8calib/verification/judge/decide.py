@@ -29,11 +29,6 @@ from fp8calib.verification.tables import (
 
 _MOST_NAMED = 6
 """More layers are named as ranges."""
-_SEVERAL = {
-    "clips": "clip",
-    "is partly zeroed": "are partly zeroed",
-    "is distorted": "are distorted",
-}
 _LEAST_TOP1 = 0.75
 """Below this agreement of the most likely tokens, a candidate answers like another model."""
 _CHANCE = 0.9
@@ -42,6 +37,13 @@ _SMALLEST_VOCABULARY = 256
 """Bytes alone are 256 tokens; a model with a smaller vocabulary is a toy that may know nothing."""
 _ALIKE = 1.05
 """Sizes within this factor are alike: then the KLD decides."""
+_VERDICTS = {
+    Verdict.PASS: "passes",
+    Verdict.NO_DIFFERENCE: "loses nothing that this text shows",
+    Verdict.WARN: "gets a warning",
+    Verdict.FAIL: "fails",
+    Verdict.CANNOT_TELL: "cannot be judged by this text",
+}
 _BROKEN = "Nothing can be told: the unquantized model predicts no better than chance."
 
 
@@ -111,12 +113,9 @@ def _describe_unfit(rows: Sequence[LayerResult]) -> str:
         lost = "clips" if (row.fit.clips if row.fit else row.clipped) else lost
         what = row.role if len(row.role) == 1 else ".".join(row.site.split(".")[-2:])
         layers.setdefault((lost, what), set()).add(row.layer)
-    roles: dict[tuple[str, str], list[str]] = {}
-    for (lost, what), indices in layers.items():
-        roles.setdefault((lost, _join_layers(sorted(indices))), []).append(what)
     return " and ".join(
-        f"{' and '.join(named)} of {where} {_SEVERAL[lost] if named[1:] else lost}"
-        for (lost, where), named in roles.items()
+        f"{what} of {_join_layers(sorted(indices))} {lost}"
+        for (lost, what), indices in layers.items()
     )
 
 
@@ -142,21 +141,17 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     losing = list_losing(report.list_rows(SCALE_ONE))
     if need.answer == "no":
         return _decide_without(report, need, losing, scaled)
-    where, paired = f"At scale 1.0 {_describe_unfit(losing)}", need.added_by_one
-    changed = "" if paired is None else format_difference(paired)
+    paired = need.added_by_one
+    assert paired is not None  # noqa: S101 -- as something loses
+    where, changed = f"At scale 1.0 {_describe_unfit(losing)}", format_difference(paired)
     if need.answer == "cannot-tell":
-        if paired is not None:
-            where += f", which changes the KLD by {changed}{tell_more(paired)}"
-        return _decide("This text cannot tell whether the model needs KV scales.", f"{where}.")
-    if paired is None:
-        one = next(one for one in report.candidates if one.name == SCALE_ONE)
-        where += f" (KLD {format_mean_kld(one.kld_mean, one.kld_se)})"
-    elif paired.answer is PairedAnswer.WORSE:
+        where += f", which changes the KLD by {changed}{tell_more(paired)}."
+        return _decide("This text cannot tell whether the model needs KV scales.", where)
+    if paired.answer is PairedAnswer.WORSE:
         fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
-        where += f", which adds KLD {changed} to the {fp8} that FP8 costs with scales that fit"
+        where += f", which adds KLD {changed} to the {fp8} that FP8 costs with scales that fit."
     else:
-        where += f": these are destroyed, though the KLD of this text does not show it ({changed})"
-    where += "."
+        where += f": these are destroyed, though the KLD of this text does not show it ({changed})."
     unfit = {one.name: list_losing(report.list_rows(one.name)) for one in scaled}
     if fitting := [one for one in scaled if not unfit[one.name]]:
         return _choose_scaled(report, need, where, fitting)
@@ -203,7 +198,7 @@ def _decide_without(
     if fails:
         fault = _spell_failure(one, report)
     elif is_unknown:
-        fault = "cannot be judged by this text"
+        fault = _VERDICTS[one.verdict]
     elif report.has_gate and one.verdict is Verdict.WARN:
         fault = f"gets a warning of the {one.gate} gate"
         passing = [each for each in passing if each.verdict is not Verdict.WARN]
@@ -250,14 +245,6 @@ def _choose_scaled(
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
-
-_VERDICTS = {
-    Verdict.PASS: "passes",
-    Verdict.NO_DIFFERENCE: "loses nothing that this text shows",
-    Verdict.WARN: "gets a warning",
-    Verdict.FAIL: "fails",
-    Verdict.CANNOT_TELL: "cannot be judged by this text",
-}
 
 
 def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> Decision:

@@ -16,10 +16,10 @@ from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
+from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.lm_head import open_lm_head
+from fp8calib.verification.token_scores import open_lm_head
 from tests import zoo
 from tests.plugins.server.fake import Predict
 
@@ -71,9 +71,10 @@ class Runner:
         source = open_source(str(folder))
         self.numerics = find_emulated(engine)[1]
         with open_model(source.folder, if_quantized="") as checkpoint:
-            self.geometry = prepare(build_skeleton(source), checkpoint).geometry
+            prepared = prepare(build_skeleton(source), checkpoint)
+            self.geometry = prepared.geometry
             self._model = load_model(source, dtype=dtype, device="cpu", device_map=None)
-            self._originals = WeightSource(self._model, checkpoint)
+            self._prepared = replace(prepared, weights=WeightSource(self._model, checkpoint))
 
     def predict(self, emulation: Candidate) -> Predict:
         """Give what a server with this emulation predicts."""
@@ -91,9 +92,7 @@ class Runner:
         lengths = (tokens.shape[1],) * len(tokens)
         batch = Batch(first=0, input_ids=tokens, lengths=lengths)
         hooks = EmulationHooks(emulation.quantizers)
-        with emulated(
-            self._model, self.geometry, emulation, hooks, originals=self._originals
-        ) as forward:
+        with emulated(self._prepared, emulation, hooks) as forward:
             hidden = forward(batch)
         with open_lm_head(self._model) as logits:
             return torch.log_softmax(logits(hidden).float(), -1)

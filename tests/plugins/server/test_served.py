@@ -17,9 +17,8 @@ from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.plugins.server import server
 from fp8calib.plugins.server.served_candidates import compare_served, list_served
 from fp8calib.plugins.server.served_hooks import ServedHooks, count_prompt
-from fp8calib.verification.candidates import build_unscaled
+from fp8calib.verification.candidates import build_unscaled, emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.verify import Verification, run_verification
 from tests import zoo
