@@ -107,15 +107,13 @@ def score(
         before, done = done, done + tokens
         progress.advance(done // share - before // share)
 
-    names = tuple(candidate.name for candidate in candidates)
-    models = [(Candidate(), hooks or EmulationHooks({}))]
+    models = [(Candidate(name=_REFERENCE), hooks or EmulationHooks({}))]
     models += [
         (each, (each.make_hooks or EmulationHooks)(each.quantizers, each.reads))
         for each in candidates
     ]
     scored: list[list[TokenScores]] = []
-    waiting: list[tuple[Batch, list[TokenScores]]] = []
-    looked_at = time.monotonic()
+    num_seen, looked_at = 0, time.monotonic()
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
 
     def add(batch: Batch, hidden: Sequence[torch.Tensor], logits: Logits) -> None:
@@ -123,24 +121,19 @@ def score(
         named = None
         if watched is not None:
             named = torch.cat(list(watched[batch.first : batch.first + len(batch.lengths)]))
-        found = score_batch(batch, hidden[0], hidden[1:], logits, vocab_size, named)
-        waiting.append((batch, found))
+        scored.append(score_batch(batch, hidden[0], hidden[1:], logits, vocab_size, named))
         # each look waits for a GPU
-        if found[0].klds.device.type == "cpu" or time.monotonic() > looked_at + _LOOK_S:
+        if hidden[0].device.type == "cpu" or time.monotonic() > looked_at + _LOOK_S:
             look()
 
     def look() -> None:
-        """Copy what waits on a GPU, and require finite numbers."""
-        nonlocal looked_at
-        if not waiting:
-            return
-        seen, found = zip(*waiting, strict=True)
-        scored.append(join_scores(found, torch.device("cpu")))
-        for name, each in zip((_REFERENCE, *names), scored[-1], strict=True):
-            with blaming(name):
-                _require_finite(name, each, seen, model.model.dtype)
-        waiting.clear()
-        looked_at = time.monotonic()
+        """Require finite numbers."""
+        nonlocal num_seen, looked_at
+        for batch, found in zip(batches[num_seen:], scored[num_seen:], strict=False):
+            for (candidate, _), scores in zip(models, found, strict=True):
+                with blaming(candidate.name):
+                    _require_finite(candidate.name, scores, batch, model.model.dtype)
+        num_seen, looked_at = len(scored), time.monotonic()
 
     if isinstance(model, PreparedModel):
         _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
@@ -150,14 +143,16 @@ def score(
 
         run_streamed(model, models, batches, advance, add, vocab_size)
     look()
-    reference, *others = join_scores(scored)
-    found = [each for _, each in models[1:]]
-    damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in found]
+    reference, *others = join_scores(scored, torch.device("cpu"))
+    damage = {
+        candidate.name: {site: sums.cpu() for site, sums in own.damage.items()}
+        for candidate, own in models[1:]
+    }
     return Scores(
         reference=reference,
-        candidates=dict(zip(names, others, strict=True)),
-        damage=dict(zip(names, damage, strict=True)),
-        weight_scales=dict(zip(names, (each.weight_scales for each in found), strict=True)),
+        candidates=dict(zip(damage, others, strict=True)),
+        damage=damage,
+        weight_scales={candidate.name: own.weight_scales for candidate, own in models[1:]},
     )
 
 
@@ -181,15 +176,11 @@ def count_in_rounds(num_candidates: int) -> int:
     return num_candidates + -(-num_candidates // AT_ONCE)
 
 
-def _require_finite(
-    name: str, scores: TokenScores, batches: Sequence[Batch], dtype: torch.dtype
-) -> None:
+def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
         return
-    samples = [batch.first + row for batch in batches for row in range(len(batch.lengths))]
-    lengths = [length for batch in batches for length in batch.scored_lengths]
-    parts = zip(samples, split_sequences(good, lengths), strict=True)
+    parts = enumerate(split_sequences(good, batch.scored_lengths), start=batch.first)
     sample = next(number for number, part in parts if not bool(part.all()))
     raise VerificationError(
         f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",
@@ -215,10 +206,8 @@ def _run_whole(
     `find_room` finds.
     """
     keep_freed_memory()
-    decoder = Decoder(model.model)
-    changes_weights = any(candidate.weights for candidate, _ in models)
-    limit, keeps = 0, False
-    if changes_weights:
+    decoder, limit, keeps = Decoder(model.model), 0, False
+    if any(candidate.weights for candidate, _ in models):
         limit, keeps = find_room(model.model, [candidate for candidate, _ in models])
     sharing = [shares_batch and can_share(candidate) for candidate, _ in models]
     shared = [index for index, shares in enumerate(sharing) if shares]

@@ -352,7 +352,6 @@ class MeasurementHooks(EmulationHooks):
                     self._measured[site][candidate.name] = candidate.quantizers[site], is_scaled
         self.roles = frozenset(site.role for site in self._measured)
         self._is_measured = False
-        self._batch: dict[tuple[str, Site], list[torch.Tensor]] = {}
         self.found: dict[tuple[str, Site], torch.Tensor] = {}
         """The sums of `measure_heads` by candidate and site: fp64 [2, H, 6]. They are those with
         its scales and, behind them, with the fitted ones."""
@@ -362,15 +361,6 @@ class MeasurementHooks(EmulationHooks):
         super().begin_batch(batch)
         sequences = range(batch.first, batch.first + len(batch.lengths))
         self._is_measured = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
-        self._batch.clear()
-
-    def end_batch(self) -> None:
-        """Sum up the damage."""
-        super().end_batch()
-        for key, parts in self._batch.items():
-            before = [self.found[key]] if key in self.found else []
-            self.found[key] = sum_damage([*before, *parts])
-        self._batch.clear()
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Measure q before the factor that the model multiplies it by."""
@@ -395,7 +385,8 @@ class MeasurementHooks(EmulationHooks):
                 # comparing scales on a GPU would wait for it
                 if heads.device.type != "cpu" or not fitted.is_same(mine):
                     pair[1] = measure_heads(heads, fitted.fake(heads))
-            self._batch.setdefault(key, []).append(torch.stack(pair))
+            before = [self.found[key]] if key in self.found else []
+            self.found[key] = sum_damage([*before, torch.stack(pair)])
         return x
 
 
