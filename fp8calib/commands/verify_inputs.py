@@ -38,7 +38,7 @@ from fp8calib.verification.open_candidates import (
     make_rules,
     require_head,
 )
-from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
+from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import Verification
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "server", "__metadata__"})
@@ -132,12 +132,8 @@ def open_verification(
     )
     plain_caches = request.kv_cache_dtype_skip_layers or ()
     scales = list_scales(request.scales)
-    opened, candidates, faults = make_candidates(target, scales, scheme, plain_caches)
+    opened, candidates, refused = make_candidates(target, scales, scheme, plain_caches)
     plan = read_text()
-    refused = tuple(
-        RefusedCandidate(name=name, why=error.message, hint=error.hint)
-        for name, error in faults.items()
-    )
     unusable, loading = judge_loading(engine, model, opened, scheme)
     tiles = []
     has_tiles = geometry.model_type in SPARSE_LATENTS and fmt is E4M3FN and scheme is None

@@ -26,7 +26,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
-from fp8calib.numerics.schemes import MX_BLOCK, Granularity, find_scheme
+from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
 from fp8calib.verification.emulation.candidate import Candidate, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
@@ -70,7 +70,6 @@ def build_kv_candidate(
         description=description,
         quantizers=emulate_kv(table, numerics),
         reads=reads,
-        fitted=fit_kv(table.geometry, table.fmt, numerics),
         notes=tuple(notes),
         table=table,
     )
@@ -115,7 +114,6 @@ def leave_cache(
         candidate,
         description=candidate.description + plain * candidate.has_cache,
         quantizers={s: each for s, each in candidate.quantizers.items() if s.module not in left},
-        fitted={s: each for s, each in candidate.fitted.items() if s.module not in left},
     )
 
 
@@ -209,12 +207,14 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
                     by_reciprocal=numerics.kv_by_reciprocal,
                     in_model_dtype=numerics.kv_in_model_dtype,
                     saturates=table.fmt.name not in numerics.kv_unsaturated,
+                    is_scaled=_uses_scale(table, attention, role, numerics),
                 )
         if numerics.quantizes_query and attention.kind == "heads":
             quantizers[attention.site(Role.Q)] = Quantizer(
                 fmt=table.fmt,
                 scale=_find_scale(table, attention, Role.Q, numerics),
                 by_reciprocal=numerics.query_by_reciprocal,
+                is_scaled=_uses_scale(table, attention, Role.Q, numerics),
             )
         if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
             factor = torch.tensor(1 / numerics.probability_factor)
@@ -242,27 +242,6 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
         if any(bool((factor != 1).any()) for factor in factors):
             found[attention.module] = factors[0], factors[1]
     return found
-
-
-def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[Site, Quantizer]:
-    """Give the quantizers of scale 1.0, with fitted scales wherever the engine uses a scale.
-
-    A fitted scale is the smallest power of two with which no value of a tensor clips. It rounds
-    every value as 1.0 does that neither clips nor is subnormal.
-    """
-    table = make_unscaled_table(geometry, fmt)
-    unscaled = emulate_kv(table, numerics)
-    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
-    try:
-        scaled = emulate_kv(replace(table, scales=dict.fromkeys(unscaled, two)), numerics)
-    except VerificationError:  # the engine uses no scale at all
-        return unscaled
-    return {
-        site: quantizer
-        if quantizer.is_same(scaled[site])
-        else replace(scaled[site], scale=Granularity.TENSOR, power_of_two=True)
-        for site, quantizer in unscaled.items()
-    }
 
 
 def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:
@@ -320,15 +299,21 @@ def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
     return replace(table, scales=rounded)
 
 
+def _uses_scale(table: ScaleTable, attention: Attention, role: Role, numerics: Numerics) -> bool:
+    if table.fmt is E5M2 and not numerics.kv_scales_e5m2:
+        return False
+    if role is Role.Q:
+        return not numerics.query_unscaled
+    return attention.kind != "latent" or numerics.kv_scales_latents
+
+
 def _find_scale(
     table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
 ) -> torch.Tensor:
     """Find the scale that the engine uses for K, V or q: 0-dim, or [H, 1, 1] where heads differ."""
     site, is_query = attention.site(role), role is Role.Q
-    is_unscaled = attention.kind == "latent" and not numerics.kv_scales_latents
-    if is_query:
-        is_unscaled = numerics.query_unscaled or site not in table.scales
-    if is_unscaled:
+    is_lacking = is_query and site not in table.scales
+    if is_lacking or not _uses_scale(table, attention, role, numerics):
         return torch.tensor(1.0)
     values = table.scales[site].values
     if table.per_head:

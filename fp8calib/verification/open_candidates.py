@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from fp8calib.calibration.stats_header import (
     STATS_NAME,
     CalibrationOrigin,
     calibrate_first,
-    explain_difference,
     is_stats_file,
 )
 from fp8calib.calibration.unquantized_tensors import compare_with_base
@@ -44,7 +44,7 @@ from fp8calib.verification.candidates import (
     leave_cache,
 )
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 
 Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
@@ -64,14 +64,14 @@ def require_head(model: RunModel) -> None:
 
 def make_candidates(
     target: Target, scales: Iterable[Scales], scheme: str | None, plain_caches: Collection[int]
-) -> tuple[list[Candidate], list[Candidate], dict[str, Fp8CalibError]]:
-    """Read and make candidates; give the faults of those that are left out.
+) -> tuple[list[Candidate], list[Candidate], tuple[RefusedCandidate, ...]]:
+    """Read and make candidates; some may be refused.
 
     Statistics are for the weights and inputs of `scheme`, or for the KV cache, which stays in 16
     bits in the layers of `plain_caches`. If no candidate is left, the fault of the first is raised.
 
     Returns:
-        Those of `scales`; those, a scheme without statistics, and scale 1.0; faults by name.
+        Those of `scales`; those, a scheme without statistics, and scale 1.0; what is refused.
     """
     opened: list[Candidate] = []
     others: list[Candidate] = []
@@ -108,7 +108,11 @@ def make_candidates(
     if target.geometry.kv_elements_per_token or not (opened or others):
         unscaled = build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics)
         others.append(finish(unscaled))
-    return opened, [*opened, *others], faults
+    refused = (
+        RefusedCandidate(name=name, why=error.message, hint=error.hint)
+        for name, error in faults.items()
+    )
+    return opened, [*opened, *others], tuple(refused)
 
 
 def make_rules(
@@ -186,13 +190,7 @@ def _open_stats(
     Their scales are those that `export` writes: of q as well, if q needs a scale. If `folder`,
     which holds them, has an overlay, they are those of the overlay.
     """
-    if stats.header.model_fingerprint != target.fingerprint and not _is_base(stats.origin, target):
-        difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
-        raise ModelError(
-            f"{name}: these statistics are of another model "
-            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
-            hint="calibrate this model, or pass the model that was calibrated",
-        )
+    _check_model(name, stats.origin, target)
     stats = _rename_sites(stats, target.geometry)
     if scheme is not None:
         made = build_scheme(name, scheme, target, stats)
@@ -214,21 +212,21 @@ def _rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibrati
     loaded from its folder. Layers correspond by index, and modules by their order in a layer.
     """
 
-    def shape(layer: Layer) -> tuple[object, ...]:
-        sizes = ((each.out_features, each.in_features, each.num_experts) for each in layer.linears)
-        return layer.attention is None, *sizes
+    def list_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for layer in layers:
+            if layer.attention is not None:
+                yield layer.attention.module, ()
+            for each in layer.linears:
+                yield each.module, (each.out_features, each.in_features, each.num_experts)
 
     own, other = stats.geometry.layers, geometry.layers
-    if list(map(shape, own)) != list(map(shape, other)):
+    pairs = [*zip_longest(list_modules(own), list_modules(other), fillvalue=("", None))]
+    if any(one[1] != two[1] for one, two in pairs):
         raise ModelError(
             f"the statistics are of {len(own)} layers, and not of the {len(other)} of the model",
             hint="calibrate this model",
         )
-    paths = {}
-    for one, two in zip(own, other, strict=True):
-        if one.attention is not None and two.attention is not None:
-            paths[one.attention.module] = two.attention.module
-        paths |= {a.module: b.module for a, b in zip(one.linears, two.linears, strict=True)}
+    paths = {one: two for (one, _), (two, _) in pairs}
     if all(old == new for old, new in paths.items()):
         return stats
     sites = {
@@ -241,23 +239,24 @@ def _rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibrati
 
 def _read_scales(name: str, path: Path, target: Target) -> ScaleTable:
     table = read_scales(path, target.geometry, fills_layers=True).table
-    if not _is_base(table.origin, target):
-        check_origin(name, table.origin, target.fingerprint)
+    _check_model(name, table.origin, target)
     return table
 
 
-def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
-    """Tell whether a quantized model, or one in memory, was made from the calibrated one.
+def _check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> None:
+    """Refuse scales of another model than this one, or than that which it was made from.
 
-    One in memory may have another config and dtype than its files. Without weights, in a dry run,
-    there is nothing to compare.
+    A model in memory may have another config and dtype than its files. Without weights, in a dry
+    run, there is nothing to compare.
     """
-    if not target.checkpoint.has_weights:
-        return True
-    is_made = bool(target.checkpoint.form) or isinstance(target.checkpoint, LiveCheckpoint)
-    if origin is None or not origin.unquantized or not is_made:
-        return False
-    return not compare_with_base(origin.unquantized, target.checkpoint).difference
+    checkpoint = target.checkpoint
+    if origin is None or origin.model == target.fingerprint or not checkpoint.has_weights:
+        return
+    is_made = bool(checkpoint.form) or isinstance(checkpoint, LiveCheckpoint)
+    if not (is_made and origin.unquantized) or (
+        compare_with_base(origin.unquantized, checkpoint).difference
+    ):
+        check_origin(name, origin, target.fingerprint)
 
 
 def _check_weights(folder: Path, target: Target) -> None:
@@ -310,8 +309,7 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     )
     require_format(path, checkpoint.load_config())
     _check_config(checkpoint, target)
-    if not _is_base(checkpoint.origin, target):
-        check_origin(name, checkpoint.origin, target.fingerprint)
+    _check_model(name, checkpoint.origin, target)
     source = WeightSource(target.model, checkpoint)
     # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
     for end in source.tensor_names(list_embedding_and_head(target.model)) - checkpoint.quantized:
@@ -359,24 +357,20 @@ def _is_changed(name: str, checkpoint: Checkpoint, original: Checkpoint) -> bool
 
 # --- configs --------------------------------------------------------------------------------------
 
-_OF_FILES = (
+_IDLE = {
+    # how files are stored and read
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
     *("quantization_config", "compression_config", "name_or_path", "model_type"),
-)
-"""Keys that say how files are stored and read."""
-_OF_TRAINING = (
+    # training
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"),
     *("initializer_range", "pretraining_tp", "router_aux_loss_coef", "router_z_loss_coef"),
-)
-_OF_GENERATION = (
+    # generation
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
     *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
     *("num_logits_to_keep", "is_decoder", "is_encoder_decoder", "id2label", "label2id"),
     *("problem_type", "chunk_size_feed_forward"),
-)
-_IDLE = frozenset((*_OF_FILES, *_OF_TRAINING, *_OF_GENERATION))
+}
 """Keys that change nothing of what a forward pass computes from the same weights."""
-_TIED = "tie_word_embeddings"
 
 
 def find_other_setting(raw: Mapping[str, Any], config: PreTrainedConfig) -> str:
@@ -397,7 +391,9 @@ def find_other_setting(raw: Mapping[str, Any], config: PreTrainedConfig) -> str:
         dict(_flatten(each.get_text_config(decoder=True).to_dict())) for each in (read, config)
     )
     for key in found.keys() & expected.keys():
-        is_untied = key == _TIED and not found[key]  # it has a copy of the embedding
+        is_untied = (
+            key == "tie_word_embeddings" and not found[key]
+        )  # it has a copy of the embedding
         if found[key] != expected[key] and not is_untied:
             return f"{key} is {found[key]}, not {expected[key]}"
     return ""

@@ -129,10 +129,13 @@ def score(
     def look() -> None:
         """Require finite numbers."""
         nonlocal num_seen, looked_at
-        for batch, found in zip(batches[num_seen:], scored[num_seen:], strict=False):
-            for (candidate, _), scores in zip(models, found, strict=True):
-                with blaming(candidate.name):
-                    _require_finite(candidate.name, scores, batch, model.model.dtype)
+        new = list(zip(batches[num_seen:], scored[num_seen:], strict=False))
+        sums = [each.logprobs.sum() + each.klds.sum() for _, found in new for each in found]
+        if new and not bool(torch.stack(sums).isfinite().all()):  # a GPU is waited for once
+            for batch, found in new:
+                for (candidate, _), scores in zip(models, found, strict=True):
+                    with blaming(candidate.name):
+                        _require_finite(candidate.name, scores, batch, model.model.dtype)
         num_seen, looked_at = len(scored), time.monotonic()
 
     if isinstance(model, PreparedModel):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -462,9 +462,15 @@ def _assess(
             if not each.weights and each.name != SCALE_ONE
             if any(row.fit for row in rows[each.name]) and not list_losing(rows[each.name])
         )
-        one = next(each for each in asked.candidates if each.name == SCALE_ONE)
         if (found := next(fitting, None)) is None:
-            fitted = Candidate(name=_FITTED, quantizers=one.fitted)
+            one = next(each for each in asked.candidates if each.name == SCALE_ONE)
+            # the smallest powers of two with which no value clips
+            fits: dict[str, Any] = {"scale": Granularity.TENSOR, "power_of_two": True}
+            quantizers = {
+                site: replace(quantizer, **fits) if quantizer.is_scaled else quantizer
+                for site, quantizer in one.quantizers.items()
+            }
+            fitted = Candidate(name=_FITTED, quantizers=quantizers)
             found = rescore([fitted], asked.batches, stage=_FITTED).candidates[_FITTED].klds
         fp8 = found
         both = {SCALE_ONE: klds[SCALE_ONE], _FITTED: fp8}

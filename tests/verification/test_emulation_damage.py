@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import SCHEMES, Granularity
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.candidate import Candidate
@@ -95,7 +96,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     quantizers = emulate_kv(make_table(llama, SCALES), PLAIN)
     hooks = EmulationHooks(quantizers)
     emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
-    made = Candidate(name="it", quantizers=quantizers, fitted=quantizers)
+    made = Candidate(name="it", quantizers=quantizers)
     rows = list_layers(made, hooks.damage, {}, {}, llama.geometry.index_modules())
     looking = MeasurementHooks([made])
     emulate(llama, Candidate(), *BATCHES, hooks=looking)
@@ -192,9 +193,8 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
         unscaled = emulate_kv(
             make_unscaled_table(subject.geometry, E4M3FN), find_emulated("vllm")[1]
         )
-        keep = {site: q for site, q in unscaled.items() if site.role is not Role.P}
-        fitted = dict.fromkeys(keep, Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR))
-        looking = MeasurementHooks([Candidate(name=SCALE_ONE, quantizers=keep, fitted=fitted)])
+        keep = {s: replace(each, is_scaled=True) for s, each in unscaled.items()}
+        looking = MeasurementHooks([Candidate(name=SCALE_ONE, quantizers=keep)])
         emulate(subject, Candidate(), *BATCHES, hooks=looking)
         tensors = keep_tensors(subject)
     assert looking.found.keys() == {(SCALE_ONE, site) for site in tensors}

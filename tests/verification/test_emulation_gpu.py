@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,11 +140,17 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                     Candidate(name=name, quantizers=made[name])
                     for name in ("kv + P", "w8a8 static", "w8a8 dynamic")
                 ]
-                own_scales = dict.fromkeys(made["kv"], Quantizer(**DYNAMIC))
-                fits = {"1": own_scales, "own": made["kv"]}
-                kinds = {"1": made["kv"], "own": own_scales}
                 hooks = MeasurementHooks(
-                    [Candidate(name=n, quantizers=q, fitted=fits[n]) for n, q in kinds.items()]
+                    [
+                        Candidate(
+                            name=name,
+                            quantizers={
+                                site: replace(each, is_scaled=name == "1")
+                                for site, each in made["kv"].items()
+                            },
+                        )
+                        for name in ("1", "own")
+                    ]
                 )
                 model: Any = nullcontext(subject.prepared)
                 if subject.streaming is not None:

@@ -153,8 +153,8 @@ def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
     small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
     hooks = MeasurementHooks(
         [
-            Candidate(name="unscaled", quantizers=ones, fitted=ones),
-            Candidate(name="small", quantizers=small, fitted=small),
+            Candidate(name="unscaled", quantizers=ones),
+            Candidate(name="small", quantizers=small),
         ]
     )
     (found,) = emulate(subject, Candidate(), PADDED, hooks=hooks)

@@ -65,7 +65,7 @@ def test_figures_are_those_of_candidates_one_by_one(family: str, tmp_path: Path)
         for shares_batch in (False, True):
             rows.clear()
             plain = without_p(unscaled)
-            hooks = MeasurementHooks([Candidate(name="1.0", quantizers=plain, fitted=plain)])
+            hooks = MeasurementHooks([Candidate(name="1.0", quantizers=plain)])
             told: list[int] = []
             silent: Any = SimpleNamespace(advance=told.append)
             with mock.patch.object(Decoder, "run", spy):

@@ -86,9 +86,7 @@ def compare(
             model = load_model(source, dtype=dtype, device="cpu", device_map=None)
         emulations = choose(make_emulations(model, geometry, stats, checkpoint))
         unscaled = emulate_kv(make_unscaled_table(geometry, E4M3FN), VLLM)
-        looking = MeasurementHooks(
-            [Candidate(name="unscaled", quantizers=unscaled, fitted=unscaled)]
-        )
+        looking = MeasurementHooks([Candidate(name="unscaled", quantizers=unscaled)])
         todo = list(batches(plan, 3))
         told: list[int] = []
         progress: Any = SimpleNamespace(advance=told.append)

@@ -18,7 +18,7 @@ from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.model.geometry import Attention, Site
-from fp8calib.verification.emulation.candidate import NO_READS, Reads
+from fp8calib.verification.emulation.candidate import Reads
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
@@ -46,7 +46,7 @@ class ServedHooks(EmulationHooks):
         VerificationError: a layer attends to others than its cache returned, or without a hook.
     """
 
-    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
+    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads | None = None) -> None:
         super().__init__(quantizers, reads)
         self._stored: Any = WeakIdKeyDictionary()
         """The K that a cache returned -> K and V before; None if they were not changed."""

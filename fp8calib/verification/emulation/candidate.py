@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # most candidates change no weights
 Reads = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By the module of a layer that reads another's cache: what K and V are multiplied by, 0-dim or
 [H, 1, 1] with H KV heads, where the engine reads them with other scales than they were written."""
-NO_READS: Reads = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +36,6 @@ class Candidate:
     reads: Reads = field(default_factory=dict)
     make_hooks: Callable[[Mapping[Site, Quantizer], Reads], Any] | None = None
     """Makes the hooks of a plug-in, of a class that extends `EmulationHooks`."""
-    fitted: Mapping[Site, Quantizer] = field(default_factory=dict)
-    """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""
     table: ScaleTable | None = None

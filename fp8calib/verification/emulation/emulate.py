@@ -20,12 +20,12 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import AttentionCall, ExpertsCall, HookedCache, open_hooks
 from fp8calib.calibration.reductions import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
-from fp8calib.model.geometry import Attention, Linear, ModelGeometry, Role, Site
+from fp8calib.model.geometry import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads, blaming
+from fp8calib.verification.emulation.candidate import Candidate, Reads, blaming
 from fp8calib.verification.emulation.fake_quantize import (
     DamageRow,
     DamageSums,
@@ -52,9 +52,9 @@ _REMEMBERED_INPUTS = 2
 class EmulationHooks:
     """Replaces the hooked tensors by quantized ones, and sums up the damage to each."""
 
-    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
+    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads | None = None) -> None:
         self._quantizers = quantizers
-        self._reads = reads
+        self._reads = reads or {}
         self.roles = frozenset(site.role for site in quantizers)
         """The roles of the tensors that are seen, beside K and V."""
         self.attends = Role.P in self.roles or bool(reads)
@@ -343,13 +343,13 @@ class MeasurementHooks(EmulationHooks):
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         super().__init__({})
-        self._measured: dict[Site, dict[str, tuple[Quantizer, bool]]] = defaultdict(dict)
-        """By site and candidate: its quantizer, and whether the engine uses a scale there."""
+        self._measured: dict[Site, dict[str, Quantizer]] = defaultdict(dict)
+        """By site and candidate."""
         for candidate in candidates:
-            for site, fitted in candidate.fitted.items():
-                if site in candidate.quantizers and site.role is not Role.P:
-                    is_scaled = not isinstance(fitted.scale, torch.Tensor)
-                    self._measured[site][candidate.name] = candidate.quantizers[site], is_scaled
+            for site, quantizer in candidate.quantizers.items():
+                is_static = isinstance(quantizer.scale, torch.Tensor) and not quantizer.round_trip
+                if is_static and site.role in {*KV_ROLES, Role.Q}:
+                    self._measured[site][candidate.name] = quantizer
         self.roles = frozenset(site.role for site in self._measured)
         self._is_measured = False
         self.found: dict[tuple[str, Site], torch.Tensor] = {}
@@ -376,11 +376,11 @@ class MeasurementHooks(EmulationHooks):
         heads = x.transpose(0, 1).flatten(1, 2)  # by head: the tokens that count
         if self._kept is not None:
             heads = heads[:, self._kept.to(x.device, non_blocking=True)]
-        for name, (quantizer, is_scaled) in measured.items():
+        for name, quantizer in measured.items():
             key = (name, site)
             mine = self._place(key, quantizer.for_heads(len(heads)), heads.device)
             pair = [measure_heads(heads, mine.fake(heads))] * 2
-            if is_scaled:
+            if quantizer.is_scaled:
                 fitted = mine.fitted_to(heads)
                 # comparing scales on a GPU would wait for it
                 if heads.device.type != "cpu" or not fitted.is_same(mine):

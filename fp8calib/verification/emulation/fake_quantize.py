@@ -65,6 +65,8 @@ class Quantizer:
     saturates: bool = True
     """Whether the engine saturates; if not, it turns too large values into NaN or infinity. The
     emulation always saturates, so a report has to say so."""
+    is_scaled: bool = False
+    """Whether the engine would use another scale here than 1.0."""
     round_trip: RoundTrip | None = None
     """How a cache type stores and reads the tensor. Then nothing clips, and of the other fields
     only `scale` says something: what shares one."""

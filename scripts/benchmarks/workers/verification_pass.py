@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from fp8calib.commands.recipe import load_recipe
 from fp8calib.commands.request import PythonReporter
+from fp8calib.data.sequences import batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.candidates import Target, build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.verify import Verification, run_verification
+from fp8calib.verification.score import score
 from scripts.benchmarks.workers.calibration_pass import Setup, set_up
 from scripts.benchmarks.workers.timing import print_seconds, run_plain
 
@@ -37,17 +37,13 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         ):
             numerics = find_emulated(engine)[1]
             candidate = build_candidates(setup, numerics)[kind]
-            asked = Verification(
-                model="bench",
-                geometry=setup.prepared.geometry,
-                numerics=numerics,
-                candidates=(replace(candidate, fitted={}),),  # nothing beside the passes
-                plan=setup.plan,
-                dtype=dtype,
-                device=device,
+            runs[name] = partial(
+                score,
+                *(setup.prepared, [candidate], list(batches(setup.plan, 1))),
+                progress=PythonReporter(None),
+                stage="verifying",
                 shares_batch=device != "cpu",  # of this size, as the command does
             )
-            runs[name] = partial(run_verification, asked, setup.prepared, PythonReporter(None))
         prepared = {name: (lambda run=run: run) for name, run in runs.items()}
         print_seconds(prepared, rounds=rounds, device=device)
 
