@@ -8,7 +8,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedConfig
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
@@ -49,7 +48,6 @@ from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 _SAMPLE_BYTES = 4096
-_BYTES_AT_ONCE = 2**23
 
 
 def require_head(model: RunModel) -> None:
@@ -295,12 +293,9 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     # most candidates change no weights
     from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint  # noqa: PLC0415
     from fp8calib.formats.fp8.compressed_tensors import require_format  # noqa: PLC0415
-    from fp8calib.verification.emulation.weights import (  # noqa: PLC0415
-        emulate_stored,
-        list_embedding_and_head,
-    )
+    from fp8calib.verification.emulation.weights import emulate_stored  # noqa: PLC0415
 
-    numerics, original = target.numerics, target.checkpoint
+    numerics = target.numerics
     checkpoint = Fp8Checkpoint.open(
         path,
         fuse=numerics.fused_share_scales,
@@ -311,18 +306,7 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     _check_config(checkpoint, target)
     _check_model(name, checkpoint.origin, target)
     source = WeightSource(target.model, checkpoint)
-    # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
-    for end in source.tensor_names(list_embedding_and_head(target.model)) - checkpoint.quantized:
-        is_stored_alike = end in original and original.dtype(end) == checkpoint.dtype(end)
-        if is_stored_alike and _is_changed(end, checkpoint, original):
-            raise ModelError(
-                f"{checkpoint.folder}: its {end} is not that of the model",
-                hint="pass the model that the checkpoint was made from",
-            )
-    emulation = emulate_stored(
-        *(checkpoint, target.geometry, source, numerics),
-        is_changed=lambda tensor: _is_changed(tensor, checkpoint, original),
-    )
+    emulation = emulate_stored(checkpoint, target.checkpoint, target.geometry, source, numerics)
     what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
     kv = Candidate(name=name)
     if has_kv_scales(path):
@@ -340,19 +324,6 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
         notes=(*kv.notes, *emulation.notes),
         origin=checkpoint.origin,
     )
-
-
-def _is_changed(name: str, checkpoint: Checkpoint, original: Checkpoint) -> bool:
-    """Tell whether any byte differs: a fine-tune may change a few rows of an embedding only."""
-    own, other = checkpoint.tensors[name], original.tensors.get(name)
-    if other is None or (own.dtype, own.shape) != (other.dtype, other.shape):
-        return True
-    for start in range(0, own.size_bytes, _BYTES_AT_ONCE):
-        stop = min(start + _BYTES_AT_ONCE, own.size_bytes)
-        mine, theirs = (each.read_array(name, start, stop) for each in (checkpoint, original))
-        if not np.array_equal(mine, theirs):
-            return True
-    return False
 
 
 # --- configs --------------------------------------------------------------------------------------
@@ -374,12 +345,7 @@ _IDLE = {
 
 
 def find_other_setting(raw: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """Name a setting by which a checkpoint computes something else; empty where none does.
-
-    Args:
-        raw: the config.json of the checkpoint.
-        config: that of the model.
-    """
+    """Name a setting of a config.json by which it computes something else; empty if none does."""
     own = {key: value for key, value in raw.items() if key != "quantization_config"}
     if own.get("model_type") != config.model_type:
         return f"model_type is {own.get('model_type')}, not {config.model_type}"

@@ -206,7 +206,6 @@ class HistogramResult(Frozen):
     """Magnitudes that calibration observed at one site, with the range of its scale."""
 
     site: str
-    layer: int
     lower_edges_log2: tuple[float, ...]
     """Lower edge of each bin, as log2 |x|; the bins are 1/8 octave wide."""
     counts: tuple[int, ...]

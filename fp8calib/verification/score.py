@@ -78,21 +78,15 @@ def score(
     watched: Sequence[torch.Tensor] | None = None,
     shares_batch: bool = False,
 ) -> Scores:
-    """Score the unquantized model and every candidate on every batch.
+    """Score the unquantized model, and candidates by their names, on every batch.
 
-    Args:
-        model: in memory whole, or streamed: then each layer is read once for all candidates. The
-            scores are the same, bit for bit.
-        candidates: each has a name of its own.
-        batches: the text.
-        hooks: measure tensors of the unquantized model without changing them.
-        progress: hears of tokens: of all models together in a `stage` of its own, else of each
-            model, whatever its layers are.
-        stage: the name of that stage; empty where the caller has begun one.
-        watched: for each sequence, tokens [L - 1, W] whose log-probabilities by the unquantized
-            model are kept (`TokenScores.watched`).
-        shares_batch: run the unquantized model and the candidates that `can_share` in one batch,
-            if the model is whole. Their rounding then differs.
+    A model that is streamed reads each layer once for all candidates; the scores are the same as
+    in memory, bit for bit. `hooks` measure tensors of the unquantized model, whose log-probability
+    of tokens `watched`, [L - 1, W] of each sequence, is kept. With `shares_batch` the models that
+    `can_share` run in one batch, if the model is whole: their rounding then differs.
+
+    `progress` hears of tokens: of all models together in a `stage` of its own, else of each model,
+    whatever its layers are.
     """
     layers = 0 if isinstance(model, PreparedModel) else len(model.geometry.layers)
     if stage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -102,11 +101,6 @@ def summarize_logprobs(
         top1_se=None if share is None else math.sqrt(share * (1 - share) / tokens),
         **more,
     )
-
-
-def list_figures(summary: Summary) -> dict[str, Any]:
-    """List the figures of a summary under their names in a report."""
-    return {name: getattr(summary, name) for name in Figures.model_fields}
 
 
 def compute_ppl(logprobs: torch.Tensor) -> float:

@@ -188,26 +188,3 @@ def list_shown_pairs(report: VerifyReport) -> Iterator[PairedResult]:
         best = min(bases, key=lambda name: klds[name])
         if pair.base == (SCALE_ONE if SCALE_ONE in bases else best):
             yield pair
-
-
-def pairs_table(report: VerifyReport) -> Table | None:
-    """Make the table of the comparisons in pairs; None without one."""
-    rows = [[each.candidate, each.base, describe_pair(each)] for each in list_shown_pairs(report)]
-    columns = ["candidate", "against", "difference of KLD ± se"]
-    return Table(columns=columns, rows=rows, words=(0, 1, 2)) if rows else None
-
-
-def texts_table(report: VerifyReport) -> Table | None:
-    """Quote the texts that lose most, up to the token that loses most; None without one."""
-    rows = [
-        [
-            str(text.sequence),
-            format_kld(text.kld),
-            text.worst,
-            format_kld(text.worst_kld),
-            text.before,
-        ]
-        for text in report.worst_texts
-    ]
-    columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
-    return Table(columns=columns, rows=rows, words=(2, 4)) if rows else None

@@ -38,6 +38,7 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
+    Figures,
     HistogramResult,
     KvNeed,
     LayerResult,
@@ -56,7 +57,6 @@ from fp8calib.verification.summary import (
     average,
     compare_paired,
     compute_ppl,
-    list_figures,
     summarize,
     summarize_positions,
 )
@@ -340,7 +340,7 @@ def _judge(
     return CandidateResult(
         name=name,
         description=candidate.description,
-        **list_figures(summary),
+        **summary.model_dump(include=set(Figures.model_fields)),
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
@@ -363,14 +363,10 @@ def plan_verification(
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
-    Args:
-        asked: what is compared.
-        model: the unquantized model.
-        scratch: the folder of hidden states that do not fit into memory.
-        walks: how often all layers are read; the noise floor is one of two.
-        always_streams: why it is streamed in any case.
-        cannot_stream: raised where it would be streamed.
-        may_share: let candidates share a batch with the unquantized model, where a GPU has room.
+    Hidden states that do not fit into memory go to the folder `scratch`; all layers are read in
+    `walks`, of which the noise floor is one. `always_streams` says why the model is streamed in any
+    case, `cannot_stream` is raised where it would be. Where a GPU has room, candidates `may_share`
+    a batch with the unquantized model.
     """
     if model.is_placed:
         return MemoryPlan()
@@ -557,7 +553,6 @@ def list_shown_on_page(verified: Verified, decode: Callable[[list[int]], str]) -
 
 def _list_histograms(asked: Verification) -> Iterator[HistogramResult]:
     """List what the first statistics saw at the sites that its candidate scales statically."""
-    layer_of = asked.geometry.index_modules()
     candidate = next((each for each in asked.candidates if each.stats is not None), Candidate())
     for site, quantizer in candidate.quantizers.items():
         seen = None if candidate.stats is None else candidate.stats.sites.get(site)
@@ -570,7 +565,6 @@ def _list_histograms(asked: Verification) -> Iterator[HistogramResult]:
         bins = range(int(filled[0]), int(filled[-1]) + 1)
         yield HistogramResult(
             site=str(site),
-            layer=layer_of[site.module],
             lower_edges_log2=tuple(math.log2(lower_edge(index)) for index in bins),
             counts=tuple(seen.histogram[bins.start : bins.stop].tolist()),
             scale=scale,

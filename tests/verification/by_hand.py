@@ -131,16 +131,11 @@ def emulate_plan(
 
 
 def emulate_checkpoint(
-    subject: Subject,
-    checkpoint: Fp8Checkpoint,
-    numerics: Numerics,
-    *,
-    is_changed: Callable[[str], bool] = lambda _: False,
+    subject: Subject, checkpoint: Fp8Checkpoint, numerics: Numerics
 ) -> Candidate:
     """Ask the product what an engine makes of a checkpoint."""
-    source = WeightSource(subject.model, checkpoint)
-    geometry = subject.geometry
-    return emulate_stored(checkpoint, geometry, source, numerics, is_changed=is_changed)
+    source, original = WeightSource(subject.model, checkpoint), subject.originals.source
+    return emulate_stored(checkpoint, original, subject.geometry, source, numerics)
 
 
 def make_table(

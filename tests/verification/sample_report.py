@@ -131,7 +131,6 @@ def _make_histogram(random: np.random.Generator, role: str, layer: int) -> Histo
     counts = np.bincount(bins - first).tolist()
     return HistogramResult(
         site=f"model.layers.{layer}.self_attn.{role}",
-        layer=layer,
         lower_edges_log2=tuple((first + n) / BINS_PER_OCTAVE for n in range(len(counts))),
         counts=tuple(counts),
         scale=largest / 448,

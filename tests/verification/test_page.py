@@ -380,7 +380,6 @@ def test_nothing_is_drawn_where_nothing_is_lost() -> None:
 def draw_histogram(**more: Any) -> Figure:
     values: dict[str, Any] = {
         "site": "model.layers.4.self_attn.v",
-        "layer": 4,
         "lower_edges_log2": (-1.0, -0.875, -0.75),
         "counts": (3, 0, 1),
         "scale": 0.5,
@@ -430,7 +429,7 @@ def test_the_three_tensors_that_lose_most_have_histograms_and_the_others_none() 
         for n, db in enumerate((31.0, 12.0, 9.0, 14.0, 7.0, 31.0))
     ]
     whole = HistogramResult(
-        site="", layer=0, lower_edges_log2=(0.0,), counts=(1,), scale=1, largest=448, smallest=0.1
+        site="", lower_edges_log2=(0.0,), counts=(1,), scale=1, largest=448, smallest=0.1
     )
     rows = tuple(whole.model_copy(update={"site": row.site}) for row in layers)
     section = find_section(make_small(layers=tuple(layers), histograms=rows), "Tensors")

@@ -15,12 +15,13 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
+    Figures,
     PairedAnswer,
     ReferenceResult,
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.summary import compute_ppl, list_figures, summarize_positions
+from fp8calib.verification.summary import compute_ppl, summarize_positions
 
 
 def add_server(
@@ -39,7 +40,7 @@ def add_server(
     row = CandidateResult(
         name=SERVER,
         description=f"{result.kind} at {result.url}, model {result.model}",
-        **list_figures(summary),
+        **summary.model_dump(include=set(Figures.model_fields)),
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,

@@ -64,12 +64,9 @@ class _Chunk(NamedTuple):
 def attend_in_fp32(
     call: AttentionCall, quantizer: Quantizer | None, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[DamageRow]]:
-    """Compute attention in fp32, with P quantized.
+    """Compute attention in fp32 with P quantized, or as it is without a quantizer.
 
-    Args:
-        call: q, K and V as the hooks left them, [B, H, S, D] and [B, KV heads, S, D].
-        quantizer: of P; None leaves it as it is.
-        kept: the positions in the batch that are not padding; None without padding.
+    `kept` are the positions in the batch that are not padding; None without padding.
 
     Returns:
         The output [B, S, H, D], and the damage to P in chunks of the first sequence.
@@ -169,14 +166,11 @@ def _soften(
     sinks: torch.Tensor | None,
     counted: torch.Tensor | None,
 ) -> Softened:
-    """Turn scores into softmax's numerators, in place where torch can.
+    """Turn scores [H, S, keys], fp32, into softmax's numerators, in place where torch can.
 
-    Args:
-        scores: [H, S, keys], fp32.
-        quantizer: of P; None leaves it as it is.
-        first_row: the index of the first query, where the keys after each query are still hidden.
-        sinks: a score for each head [H] that only the sums contain.
-        counted: the queries whose damage is measured, on the CPU.
+    `first_row` is the index of the first query, where the keys after each query are not hidden yet;
+    `sinks` are a score for each head [H] that only the sums contain; the damage to the queries
+    `counted`, on the CPU, is measured.
     """
     if first_row is not None:
         later = scores[..., first_row:]  # all see the keys before the first query

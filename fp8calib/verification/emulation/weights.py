@@ -10,9 +10,11 @@ from itertools import repeat
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # a candidate is of one kind
     from fp8calib.quantization.settings import PlanSettings
 
 _SLACK = 2.0**-10
+_BYTES_AT_ONCE = 2**23
 _NO_LINEAR = "only the weights are quantized here, not the inputs: not a linear of a decoder layer"
 
 
@@ -198,19 +201,14 @@ def find_clipped(
 ) -> torch.Tensor | None:
     """Find the elements that an FP8 checkpoint clipped: too large, and stored as its largest code.
 
-    Args:
-        exact: the unquantized weight, which may have been rounded to its dtype from a finer one.
-        found: the same weight in the checkpoint; a shared scale may have moved it by half a step.
-        limits: the largest magnitude that the checkpoint can store for each element.
-        fmt: the format.
-
-    Returns:
-        As `FakeQuantized.clips`: bool; None if nothing is clipped.
+    `exact` is the unquantized weight, `found` that of the checkpoint, which stores up to `limits`.
+    As `FakeQuantized.clips`, None if nothing is clipped.
     """
-    rounding = 1 + torch.finfo(exact.dtype).eps / 2
-    beyond = exact.abs().float() > limits * rounding
+    # the unquantized weight may have been rounded to its dtype from a finer one
+    beyond = exact.abs().float() > limits * (1 + torch.finfo(exact.dtype).eps / 2)
     if not bool(beyond.any()):
         return None
+    # a shared scale may have moved the stored weight by half a step
     at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK
     return beyond & (found.abs() >= limits * at_the_end)
 
@@ -504,17 +502,15 @@ def _is_rounded(name: str, source: WeightSource) -> bool:
 
 def emulate_stored(
     checkpoint: Fp8Checkpoint,
+    original: Checkpoint,
     geometry: ModelGeometry,
     source: WeightSource,
     numerics: Numerics,
-    *,
-    is_changed: Callable[[str], bool],
 ) -> Candidate:
-    """Emulate the FP8 weights of a checkpoint, and what else differs from the unquantized model.
+    """Emulate the FP8 weights of a checkpoint, and what else differs from the `original`.
 
     FP8 weights of the text decoder that belong to no linear of a layer are only copied. Those
-    outside the decoder are left out. `source` reads the checkpoint; `is_changed` tells whether the
-    tensor of a name differs from the unquantized model's.
+    outside the decoder are left out. `source` reads the checkpoint.
     """
     model, folder, others = source.model, checkpoint.folder, dict(source.model.named_parameters())
     read = checkpoint.read_clip_limits  # merged and renamed as the weights are
@@ -548,17 +544,28 @@ def emulate_stored(
             hint="name the model that the checkpoint was made from",
         )
     inside = sorted(name for name in others if is_of_decoder(name, model))
-    ends = source.tensor_names(list_embedding_and_head(model))
-    if quantized := sorted(ends & checkpoint.quantized):
-        raise ModelError(
-            f"{folder}: {quantized[0]} is an embedding or the output head, which are not emulated "
-            "in FP8",
-            hint="exclude lm_head and embeddings from quantization, as every tool does by default",
-        )
+    # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = [module.weight for module in embeddings if module is not None]
+    names = [name for name, value in model.named_parameters() if any(value is w for w in ends)]
+    for end in sorted(source.tensor_names(names)):
+        if end in checkpoint.quantized:
+            raise ModelError(
+                f"{folder}: {end} is an embedding or the output head, which are not emulated in "
+                "FP8",
+                hint="exclude lm_head and embeddings from quantization, as every tool does by "
+                "default",
+            )
+        is_stored_alike = end in original and original.dtype(end) == checkpoint.dtype(end)
+        if is_stored_alike and _is_changed(end, checkpoint, original):
+            raise ModelError(
+                f"{folder}: its {end} is not that of the model",
+                hint="pass the model that the checkpoint was made from",
+            )
     copied = [
         HeldWeight(parameters=(WeightParameter(name=name),), source=source, fmt=checkpoint.fmt)
         for name in inside
-        if any(map(is_changed, _list_tensors(name, source)))
+        if any(_is_changed(each, checkpoint, original) for each in _list_tensors(name, source))
     ]
     notes = []
     quantized = sorted(
@@ -573,11 +580,17 @@ def emulate_stored(
     )
 
 
-def list_embedding_and_head(model: LoadedModel) -> list[str]:
-    """List the parameters of the embedding and of the output head."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights = [module.weight for module in modules if module is not None]
-    return [name for name, value in model.named_parameters() if any(value is w for w in weights)]
+def _is_changed(name: str, checkpoint: Checkpoint, original: Checkpoint) -> bool:
+    """Tell whether any byte differs: a fine-tune may change a few rows of an embedding only."""
+    own, other = checkpoint.tensors[name], original.tensors.get(name)
+    if other is None or (own.dtype, own.shape) != (other.dtype, other.shape):
+        return True
+    for start in range(0, own.size_bytes, _BYTES_AT_ONCE):
+        stop = min(start + _BYTES_AT_ONCE, own.size_bytes)
+        mine, theirs = (each.read_array(name, start, stop) for each in (checkpoint, original))
+        if not np.array_equal(mine, theirs):
+            return True
+    return False
 
 
 def _list_tensors(parameter: str, source: WeightSource) -> frozenset[str]:

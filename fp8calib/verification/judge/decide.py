@@ -339,10 +339,7 @@ def choose_smallest(report: VerifyReport, sizes: Mapping[str, int]) -> Decision:
     """Decide on the smallest candidate that passes without a warning.
 
     Scales of a KV cache that does not need them are no choice: they are another rounding alone.
-
-    Args:
-        report: all candidates.
-        sizes: those that can be chosen, by the last part of their path, and their bytes.
+    `sizes` has the bytes of those that can be chosen, by the last part of their path.
     """
     found = {Path(each.name).name: each for each in report.candidates}
     good = {Verdict.PASS, Verdict.NO_DIFFERENCE}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -79,9 +78,7 @@ def load_gate(text: str) -> Gate:
             f"--gate {text}: neither a gate ({', '.join(GATES)}) nor a file", hint=_FILE_HINT
         )
     try:
-        content = path.read_text(encoding="utf-8")
-        # 1e-06 is a number in JSON, and a text in PyYAML's YAML 1.1
-        found = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return Gate.model_validate({"name": path.name, **found})
         why = "not a gate: it holds no thresholds"
@@ -158,12 +155,8 @@ def _judge_ratio(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     error = max(se, implied)
     if error > gate.margin and ratio - error <= fail_above:
         verdict = Verdict.CANNOT_TELL
-        why = f"has an error above the gate's margin of {gate.margin:.3f}: use more text"
-        if se <= gate.margin:
-            why = (
-                f"is of {summary.tokens:,} tokens, too few: their KLD implies an error of "
-                f"{error:.3f}, above the gate's margin of {gate.margin:.3f}: use more text"
-            )
+        margin = f"the gate's margin of {gate.margin:.3f}"
+        why = f"has an error of {error:.3f}, above {margin}: use more text"
     elif summary.clusters < _LEAST_CLUSTERS:
         width = max(t_quantile(summary.clusters - 1) * se, implied)
         if any(abs(ratio - limit) < width for limit in (pass_at, fail_above)):

@@ -154,8 +154,16 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
         "rises with the position, errors in the KV cache accumulate.",
         figures=[*_draw_sequences(report, styles), *_draw_positions(report, styles)],
     )
-    of = report.worst_texts[0].candidate if report.worst_texts else ""
-    yield PageSection(title=f"Texts that lose most with {of}", table=tables.texts_table(report))
+    rows = [
+        [str(t.sequence), format_kld(t.kld), t.worst, format_kld(t.worst_kld), t.before]
+        for t in report.worst_texts
+    ]
+    if rows:
+        columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
+        yield PageSection(
+            title=f"Texts that lose most with {report.worst_texts[0].candidate}",
+            table=Table(columns=columns, rows=rows, words=(2, 4)),
+        )
     yield PageSection(
         title="SQNR by layer",
         lead="The signal to quantization noise ratio: higher is better, 3 dB more is half the "
@@ -184,7 +192,11 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
     )
     rules = tables.rules_table(report.rules) if report.rules else None
     yield PageSection(title="Scale rules", table=rules)
-    yield PageSection(title="Candidates in pairs", table=tables.pairs_table(report), is_folded=True)
+    pairs = tables.list_shown_pairs(report)
+    if rows := [[pair.candidate, pair.base, tables.describe_pair(pair)] for pair in pairs]:
+        columns = ["candidate", "against", "difference of KLD ± se"]
+        table = Table(columns=columns, rows=rows, words=(0, 1, 2))
+        yield PageSection(title="Candidates in pairs", table=table, is_folded=True)
 
 
 def _draw_sequences(report: VerifyReport, styles: Mapping[str, Style]) -> list[Figure]:
