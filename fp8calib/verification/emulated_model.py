@@ -14,7 +14,6 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.hooks import find_attention
 from fp8calib.engines.registry import find_emulated
@@ -85,7 +84,6 @@ def emulate(
         )
     with ExitStack() as stack:
         stack.enter_context(borrowed(model))
-        check_runnable(model)
         checkpoint = LiveCheckpoint(model)
         prepared = prepare(model, checkpoint)
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)

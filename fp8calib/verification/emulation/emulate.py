@@ -76,13 +76,6 @@ class EmulationHooks:
         self.weight_scales: dict[Site, ScaleRange] = {}
         """The scales that the weights were quantized with."""
 
-    def try_kernels(self, device: torch.device) -> None:
-        """Try the kernels that the quantizers need on a GPU."""
-        if any(each.fits_kernel for s, each in self._quantizers.items() if s.role is not Role.P):
-            has_emulation_kernel(device)
-        if Role.P in self.roles:
-            has_probability_kernel(device)
-
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch: its padding is not measured."""
         self.begin_call(batch.mask)
@@ -315,8 +308,11 @@ def open_emulation_hooks(
     model: PreTrainedModel, geometry: ModelGeometry, hooks: EmulationHooks
 ) -> AbstractContextManager[None]:
     """Open the hooks of attention and of inputs of linears, where `hooks` need their tensors."""
-    for device in gpus_of(model):
-        hooks.try_kernels(device)
+    for device in gpus_of(model):  # before the batches, as the host waits for it
+        if hooks.roles - {Role.P}:
+            has_emulation_kernel(device)
+        if Role.P in hooks.roles:
+            has_probability_kernel(device)
     return open_hooks(
         model,
         geometry,
@@ -415,11 +411,6 @@ class SharedHooks(EmulationHooks):
         super().__init__({})
         self._models = models
         self.roles = frozenset[Role]().union(*(hooks.roles for _, hooks in models))
-
-    def try_kernels(self, device: torch.device) -> None:
-        """Try what any of them needs."""
-        for _, hooks in self._models:
-            hooks.try_kernels(device)
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch of `repeat`, for each as if it were its own."""

@@ -10,9 +10,8 @@ in none but the first one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -49,16 +48,8 @@ the format is at least 1/16 of P."""
 Softened = tuple[torch.Tensor, torch.Tensor, DamageRow | None]
 """Softmax's numerators [H, S, keys], rounded; what they sum up to before that, [H, S, 1]; and the
 damage to the queries that are measured, if there are any."""
-
-
-class _Chunk(NamedTuple):
-    """Some heads and queries of one sequence."""
-
-    sequence: int
-    heads: slice
-    rows: slice
-    num_keys: int
-    """How many keys the last of its queries may see."""
+_Chunk = tuple[int, slice, slice, slice]
+"""A sequence, and some of its heads, queries and keys."""
 
 
 def attend_in_fp32(
@@ -84,18 +75,26 @@ def attend_in_fp32(
     is_causal = getattr(call.module, "is_causal", True) if given is None else given
     is_causal = bool(is_causal) and length > 1 and call.mask is None
     sinks = call.options.get("s_aux")
-    for chunk in _cut(call, is_causal=is_causal):
-        p, total, row = soften(
-            *(_score(call, chunk), quantizer),
-            first_row=chunk.rows.start if is_causal else None,
-            sinks=None if sinks is None else sinks[chunk.heads],
-            counted=_find_counted(kept, chunk),
-        )
-        damage += [] if row is None else [row]
-        product = p @ _group(call, call.value, chunk)
-        output[chunk.sequence, chunk.rows, chunk.heads] = (
-            product.div_(total).transpose(0, 1).to(output.dtype)
-        )
+    size, most_rows = _CHUNK_SIZE, _MOST_ROWS
+    if call.query.device.type != "cpu":
+        size, most_rows = _GPU_CHUNK_SIZE, _GPU_MOST_ROWS
+    num_rows = max(1, min(length, most_rows, size // call.key.shape[2]))
+    for sequence, start in itertools.product(range(batch), range(0, length, num_rows)):
+        rows = slice(start, min(start + num_rows, length))
+        keys = slice(rows.stop if is_causal else call.key.shape[2])
+        counted = None if sequence else _find_counted(kept, rows)
+        step = max(1, size // (num_rows * keys.stop))
+        for head in range(0, heads, step):
+            chosen = slice(head, min(head + step, heads))
+            p, total, row = soften(
+                *(_score(call, (sequence, chosen, rows, keys)), quantizer),
+                first_row=start if is_causal else None,
+                sinks=None if sinks is None else sinks[chosen],
+                counted=counted,
+            )
+            damage += [] if row is None else [row]
+            product = (p @ _group(call.value[sequence, :, keys], chosen, heads)).div_(total)
+            output[sequence, rows, chosen] = product.transpose(0, 1).to(output.dtype)
     return output, damage
 
 
@@ -120,32 +119,19 @@ def is_reproduced(call: AttentionCall, kept: torch.Tensor | None) -> bool:
     return bool((a - b).norm() <= _CLOSE * a.norm())
 
 
-def _cut(call: AttentionCall, *, is_causal: bool) -> Iterator[_Chunk]:
-    batch, heads, length, _ = call.query.shape
-    size, most_rows = _CHUNK_SIZE, _MOST_ROWS
-    if call.query.device.type != "cpu":
-        size, most_rows = _GPU_CHUNK_SIZE, _GPU_MOST_ROWS
-    rows = max(1, min(length, most_rows, size // call.key.shape[2]))
-    for sequence, row in itertools.product(range(batch), range(0, length, rows)):
-        end = min(row + rows, length)
-        num_keys = end if is_causal else call.key.shape[2]
-        count = max(1, size // (rows * num_keys))
-        for head in range(0, heads, count):
-            yield _Chunk(sequence, slice(head, min(head + count, heads)), slice(row, end), num_keys)
-
-
-def _group(call: AttentionCall, x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-    """Give K or V [H, keys, D] for the heads of a chunk, fp32."""
-    groups = call.query.shape[1] // x.shape[1]
-    indices = torch.arange(chunk.heads.start, chunk.heads.stop, device=x.device) // groups
-    return x[chunk.sequence, :, : chunk.num_keys].index_select(0, indices).float()
+def _group(x: torch.Tensor, chosen: slice, num_heads: int) -> torch.Tensor:
+    """Give K or V [KV heads, keys, D] for some query heads: [H, keys, D], fp32."""
+    indices = torch.arange(chosen.start, chosen.stop, device=x.device) // (num_heads // len(x))
+    return x.index_select(0, indices).float()
 
 
 def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
     """Compute the scores of a chunk, [H, S, keys], fp32; of masks only the model's is applied."""
-    query = call.query[chunk.sequence, chunk.heads, chunk.rows].float()
+    sequence, chosen, rows, keys = chunk
+    query = call.query[sequence, chosen, rows].float()
     scaling = call.options.get("scaling") or query.shape[-1] ** -0.5
-    scores: torch.Tensor = (query * scaling) @ _group(call, call.key, chunk).transpose(1, 2)
+    key = _group(call.key[sequence, :, keys], chosen, call.query.shape[1])
+    scores: torch.Tensor = (query * scaling) @ key.transpose(1, 2)
     if (softcap := call.options.get("softcap")) is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if (bias := call.options.get("position_bias")) is not None:
@@ -216,20 +202,21 @@ def _find_running(scores: torch.Tensor, tile: int) -> torch.Tensor:
 
 def _slice(mask: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     """Take what a mask [B or 1, H or 1, S or 1, keys] has for a chunk."""
-    sequence = chunk.sequence if mask.shape[0] > 1 else 0
-    heads = chunk.heads if mask.shape[1] > 1 else slice(None)
-    rows = chunk.rows if mask.shape[2] > 1 else slice(None)
-    return mask[sequence, heads, rows, : chunk.num_keys]
+    sequence, chosen, rows, keys = chunk
+    return mask[
+        sequence if mask.shape[0] > 1 else 0,
+        chosen if mask.shape[1] > 1 else slice(None),
+        rows if mask.shape[2] > 1 else slice(None),
+        keys,
+    ]
 
 
-def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | None:
-    """Find the measured rows of a chunk, all of the first sequence and none of them padding."""
-    if chunk.sequence > 0:
-        return None
+def _find_counted(kept: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """Find the queries of the first sequence that are measured, none of them padding."""
     if kept is None:
-        return torch.arange(0, chunk.rows.stop - chunk.rows.start, _STRIDE)
-    is_inside = (kept >= chunk.rows.start) & (kept < chunk.rows.stop)
-    counted: torch.Tensor = kept[is_inside][::_STRIDE] - chunk.rows.start
+        return torch.arange(0, rows.stop - rows.start, _STRIDE)
+    is_inside = (kept >= rows.start) & (kept < rows.stop)
+    counted: torch.Tensor = kept[is_inside][::_STRIDE] - rows.start
     return counted if len(counted) else None
 
 

@@ -155,8 +155,8 @@ def _judge_ratio(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     error = max(se, implied)
     if error > gate.margin and ratio - error <= fail_above:
         verdict = Verdict.CANNOT_TELL
-        margin = f"the gate's margin of {gate.margin:.3f}"
-        why = f"has an error of {error:.3f}, above {margin}: use more text"
+        margin = f"the gate's margin of {gate.margin:.3g}"
+        why = f"has an error of {error:.3g}, above {margin}: use more text"
     elif summary.clusters < _LEAST_CLUSTERS:
         width = max(t_quantile(summary.clusters - 1) * se, implied)
         if any(abs(ratio - limit) < width for limit in (pass_at, fail_above)):
