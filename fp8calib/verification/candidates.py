@@ -96,6 +96,8 @@ def leave_cache(
     candidate: Candidate, layers: Collection[int], geometry: ModelGeometry
 ) -> Candidate:
     """Leave the KV cache of some layers in 16 bits, as an engine's option does."""
+    if not layers:
+        return candidate
     known = {layer.index: attention for layer, attention in geometry.attentions()}
     if unknown := sorted(set(layers) - known.keys()):
         raise UsageError(

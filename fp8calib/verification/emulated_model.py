@@ -132,28 +132,13 @@ def _open_cache_hooks(
 
     `HookedCache` stores nothing, so it serves one forward pass only. Generation reads its cache
     again. Every call of the decoder gets a cache: without one, K and V would bypass the hooks. Only
-    the caches of these calls change, so that other models in the process run as before.
+    the caches of these calls change, while they run.
     """
     decoder: nn.Module = find_text_decoder(model)[1]
     argument = name_cache_argument(decoder)
     config = model.config.get_text_config(decoder=True)
     attentions = geometry.owners()
-    originals: list[tuple[Cache, type[Cache]]] = []
-    is_open = True
-
-    def make_hooked(kind: type[Cache]) -> type[Cache]:
-        """Make the class of a hooked cache: one of its own, since copies of a cache keep it."""
-
-        def update(
-            self: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any
-        ) -> Any:
-            if is_open:  # a copy of a cache may outlive the context
-                attention = find_attention(attentions, layer_idx, key, value)
-                key, value = hooks.on_kv(attention, key, value)
-            return kind.update(self, key, value, layer_idx, *args, **kwargs)
-
-        members = {"update": update, "hooked_by": originals, "unhooked_class": kind}
-        return type(kind.__name__, (kind,), members)
+    hooked: list[tuple[Cache, type[Cache]]] = []
 
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
@@ -161,27 +146,32 @@ def _open_cache_hooks(
             cache = DynamicCache(config=config)
             cache.is_unrequested = kwargs.get("use_cache") is False
             kwargs = {**kwargs, argument: cache}
-        if getattr(cache, "hooked_by", None) is not originals:
-            kind = getattr(cache, "unhooked_class", type(cache))
-            originals.append((cache, kind))
-            cache.__class__ = make_hooked(kind)
+        kind = type(cache)
+
+        def update(
+            self: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            attention = find_attention(attentions, layer_idx, key, value)
+            key, value = hooks.on_kv(attention, key, value)
+            return kind.update(self, key, value, layer_idx, *args, **kwargs)
+
         hooks.begin_call(_find_counted(args, kwargs))
+        hooked.append((cache, kind))
+        cache.__class__ = type(kind.__name__, (kind,), {"update": update})
         return args, {**kwargs, "use_cache": True}
 
     def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        for cache, kind in hooked:
+            cache.__class__ = kind
+        hooked.clear()
         hooks.end_batch()
         if getattr(getattr(output, argument, None), "is_unrequested", False):
             setattr(output, argument, None)
 
     with ExitStack() as stack:
         stack.callback(decoder.register_forward_pre_hook(supply, with_kwargs=True).remove)
-        stack.callback(decoder.register_forward_hook(withhold).remove)
-        try:
-            yield
-        finally:
-            is_open = False
-            for cache, kind in originals:
-                cache.__class__ = kind
+        stack.callback(decoder.register_forward_hook(withhold, always_call=True).remove)
+        yield
 
 
 def _find_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

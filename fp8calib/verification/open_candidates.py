@@ -76,8 +76,7 @@ def make_candidates(
     faults: dict[str, Fp8CalibError] = {}
 
     def finish(made: Candidate) -> Candidate:
-        if plain_caches:
-            made = leave_cache(made, plain_caches, target.geometry)
+        made = leave_cache(made, plain_caches, target.geometry)
         check_sites(made, target.geometry)
         return made
 
@@ -131,9 +130,8 @@ def make_rules(
         has_query = any(site.role is Role.Q for site in first.table.scales)
         own = ScaleRules(rule=rule)
         table = compute_kv_scales(first.stats, target.fmt, rules=own, query=has_query)
-        found[str(rule)] = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
-    if plain_caches:
-        return {name: leave_cache(c, plain_caches, target.geometry) for name, c in found.items()}
+        made = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
+        found[str(rule)] = leave_cache(made, plain_caches, target.geometry)
     return found
 
 

@@ -69,7 +69,7 @@ def test_damage_on_a_gpu_is_that_on_a_cpu(
     rows = [measure_damage(x, quantizer.fake(x), **settings) for x in tensors]
     expected = {"a": sum_damage([rows[0]] * 2), "b": sum_damage(rows), "c": rows[1]}
     with gpu():
-        sums = DamageSums[str]()
+        sums = DamageSums()
         on_gpu = [x.cuda() for x in tensors]
         placed = quantizer.to(on_gpu[0].device)
         fakes = [placed.fake(x) for x in on_gpu]

@@ -74,7 +74,7 @@ def require_same(
     assert torch.equal(both[0].signbit(), both[1].signbit())
     if not bool(expected.isfinite().all()):
         return
-    sums = DamageSums[str]()
+    sums = DamageSums()
     sums.add("x", summed)
     sums.settle()
     if mask is not None:

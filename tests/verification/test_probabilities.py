@@ -193,7 +193,7 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(
     kept = torch.tensor([*range(first, 18), 23, 24])
     quantizer = QUANTIZER.to(torch.device(device))
     _, [row] = attend_in_fp32(place(call, device), quantizer, kept if first else None)
-    sums = DamageSums[str]()
+    sums = DamageSums()
     sums.add("P", row)
     sums.settle()
 

@@ -70,7 +70,7 @@ class EmulationHooks:
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}
-        self._sums = DamageSums[Site]()
+        self._sums = DamageSums()
         self.damage = self._sums.totals
         """The sums of `measure_damage` over all batches that ended."""
         self.weight_scales: dict[Site, ScaleRange] = {}

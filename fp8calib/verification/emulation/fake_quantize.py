@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -297,21 +297,18 @@ DamageRow = torch.Tensor | SummedDamage
 """The damage to one tensor, as `measure_damage` gives it or still to be reduced."""
 
 
-Key = TypeVar("Key")
-
-
-class DamageSums(Generic[Key]):
+class DamageSums:
     """Sums up the damage to many tensors by key.
 
     What kernels summed up waits until `settle`, which reduces many tensors in one kernel.
     """
 
     def __init__(self) -> None:
-        self.totals: dict[Key, torch.Tensor] = {}
+        self.totals: dict[Any, torch.Tensor] = {}
         """The sums of `measure_damage`; complete after `settle`."""
-        self._rows: list[tuple[Key, DamageRow]] = []
+        self._rows: list[tuple[Any, DamageRow]] = []
 
-    def add(self, key: Key, row: DamageRow) -> None:
+    def add(self, key: Any, row: DamageRow) -> None:
         """Add the damage to one tensor."""
         self._rows.append((key, row))
         if len(self._rows) >= _MOST_ROWS:
@@ -335,8 +332,8 @@ class DamageSums(Generic[Key]):
         ]
         self.drop()
         while rows:  # each key once at a time
-            later: list[tuple[Key, torch.Tensor]] = []
-            groups = defaultdict[torch.device, dict[Key, tuple[torch.Tensor, torch.Tensor]]](dict)
+            later: list[tuple[Any, torch.Tensor]] = []
+            groups = defaultdict[torch.device, dict[Any, tuple[torch.Tensor, torch.Tensor]]](dict)
             for key, row in rows:
                 total = self.totals.get(key)
                 if total is None:

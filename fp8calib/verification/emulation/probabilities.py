@@ -250,7 +250,7 @@ def make_p_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[
             counted=torch.arange(0, 40, _STRIDE),
         )
         assert row is not None  # noqa: S101 -- rows are counted
-        sums = DamageSums[str]()
+        sums = DamageSums()
         sums.add("damage", row)
         sums.settle()
         return {"P": p, "sums of P": total, **sums.totals}

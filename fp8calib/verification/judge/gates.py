@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -78,7 +79,9 @@ def load_gate(text: str) -> Gate:
             f"--gate {text}: neither a gate ({', '.join(GATES)}) nor a file", hint=_FILE_HINT
         )
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = path.read_text(encoding="utf-8")
+        # 1e-06 is a number in JSON, and a text in PyYAML's YAML 1.1
+        found = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
         if isinstance(found, dict):
             return Gate.model_validate({"name": path.name, **found})
         why = "not a gate: it holds no thresholds"
