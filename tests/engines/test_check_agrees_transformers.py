@@ -24,6 +24,7 @@ from fp8calib.formats.read import read_scales
 from fp8calib.formats.write import write_table
 from fp8calib.numerics.formats import E4M3FN
 from tests import zoo
+from tests.cli.quantized_children import save_fp4
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import (
     WHOLE,
@@ -280,6 +281,41 @@ def test_experts_are_given_their_scales_in_order(tmp_path: Path, expert: int | N
     if weights is not None:
         why = f"down_proj.weight has {len(held)} experts and {len(held) - 1} scales"
         assert (weights.status, why in weights.why) == ("misread", True)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "is_meant"),
+    [
+        ("llama", "nvfp4", True),
+        ("llama", "mxfp4", True),
+        ("qwen3_moe", "nvfp4", False),
+        ("qwen3_moe", "mxfp4", True),
+    ],
+)
+def test_global_scales_of_joined_experts_are_left_out(
+    tmp_path: Path, family: str, form: str, is_meant: bool
+) -> None:
+    zoo.save(family, tmp_path / "model", **ONE_BLOCK, intermediate_size=64)
+    folder = save_fp4(tmp_path / "child", form, base=tmp_path / "model")
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    packed = [name for name in load_file(folder / "model.safetensors") if ".gate." in name]
+    routers = {name: tensor for name, tensor in original.items() if ".gate." in name}
+    change_tensors(folder, dict.fromkeys(packed) | routers)
+    change_config(folder, dtype="bfloat16")
+
+    weights = ask(folder, "transformers").weights
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model(torch.arange(8)[None])  # which unpacks linears
+    if family == "llama":
+        held, meant = model.get_parameter(f"{DOWN}.weight"), original[f"{DOWN}.weight"]
+    else:
+        held = model.get_parameter("model.layers.1.mlp.experts.down_proj")[2]
+        meant = original[f"{EXPERT}.weight"]
+    assert bool((held - meant).norm() / meant.norm() < 0.2) is is_meant
+    assert (weights is None) is is_meant
+    assert weights is None or "weight_global_scale is left out" in weights.why
+    assert bool(ask(folder, "vllm").unknown) is (form == "mxfp4")  # sizes of experts are known
 
 
 def restore(tensors: dict[str, torch.Tensor], original: Mapping[str, torch.Tensor]) -> None:

@@ -237,7 +237,7 @@ class _Report:
 
         if parameter is None or len(entry.shape) != 2:
             pass
-        elif is_float and has_exponents is stored.is_floating_point:
+        elif is_float and has_exponents is stored.is_floating_point and parameter.dtype != stored:
             kind = "exponents" if has_exponents else "floats"
             if not has_exponents or not _are_exponents(read()):
                 yield f"{text}: transformers takes its values for {kind}"
@@ -314,6 +314,8 @@ class _Report:
             if expert is not None and self._loaded.find_parameter(name) is None:
                 numbers[span_experts(name)].add(expert[1])
         for name in sorted(numbers):
+            if name.endswith(".weight_global_scale"):
+                yield f"{shorten(name)} is left out: transformers joins experts without it"
             scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
             if scales and scales[0] != numbers[name]:
                 yield (

@@ -43,6 +43,8 @@ _STACKED = {
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Other names of an expert's projections."""
 """The beginning of a path, up to the number of its layer."""
 _FindCreated = Callable[[str], Sequence[CreatedLinear]]
 """Gives what an engine's class may make of a linear, by its path."""
@@ -135,7 +137,8 @@ def list_groups(
             for end in ends
             for index, number in count_experts(geometry).items()
         }
-    grouped = dict(_group_experts(experts, counts, beside)) if experts else {}
+    sizes = _size_experts(geometry)
+    grouped = dict(_group_experts(experts, counts, beside, sizes)) if experts else {}
     # those of layers that store them in one tensor of 16 bits, as linears of one; stacks in FP8 are
     # not judged
     stacks: dict[str, list[StoredLinear]] = defaultdict(list)
@@ -243,6 +246,16 @@ def count_experts(geometry: ModelGeometry) -> dict[int, int]:
     }
 
 
+def _size_experts(geometry: ModelGeometry) -> dict[str, Shape]:
+    """Give the shapes of an expert's projections, by both of their names."""
+    sizes = {
+        linear.module.rpartition(".")[2]: (linear.out_features, linear.in_features)
+        for _, linear in geometry.linears()
+        if linear.num_experts
+    }
+    return sizes | {_MIXTRAL[name]: sizes[name] for name in _MIXTRAL.keys() & sizes}
+
+
 def find_decoder(geometry: ModelGeometry) -> str | None:
     """Find what the names of tensors in decoder layers begin with, before the layer's number."""
     modules = (attention.checkpoint_module for _, attention in geometry.attentions())
@@ -260,6 +273,7 @@ def _group_experts(
     experts: Sequence[tuple[str, int, str]],
     counts: Mapping[str, int],
     beside: Mapping[str, Mapping[str, TensorEntry]],
+    sizes: Mapping[str, Shape],
 ) -> Iterator[tuple[str, Sequence[StoredLinear]]]:
     """Group the experts of each layer by path, each with all projections that any expert has.
 
@@ -267,6 +281,7 @@ def _group_experts(
         experts: the path of the layer's experts, the number and the projection of each linear.
         counts: how many experts the model has, by path.
         beside: all tensors of the checkpoint.
+        sizes: the shapes of projections that are stored packed.
     """
     numbers: dict[str, dict[int, None]] = defaultdict(dict)
     shapes: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)
@@ -284,7 +299,7 @@ def _group_experts(
                 module = f"{path}.{expert}.{projection}"
                 # the commonest of this layer, or else of all layers
                 common = (shapes[path, projection] or shapes["", projection]).most_common(1)
-                shape = _read_matrix(common[0][0] if common else ())
+                shape = _read_matrix(common[0][0] if common else sizes.get(projection, ()))
                 held = beside.get(module, {})
                 members.append(StoredLinear(module=module, shape=shape, tensors=held))
         yield path, members
