@@ -246,7 +246,7 @@ def count_experts(geometry: ModelGeometry) -> dict[int, int]:
     }
 
 
-def _size_experts(geometry: ModelGeometry) -> dict[str, Shape]:
+def _size_experts(geometry: ModelGeometry) -> Mapping[str, Shape]:
     """Give the shapes of an expert's projections, by both of their names."""
     sizes = {
         linear.module.rpartition(".")[2]: (linear.out_features, linear.in_features)
