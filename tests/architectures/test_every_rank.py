@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors import safe_open
 
 from tests import zoo
@@ -16,115 +17,27 @@ from tests.truth import brute_force
 from tests.zoo import draw
 
 HEADS = 4
-SEPARATE = {"self_attn.q_proj": "q", "self_attn.k_proj": "kv", "self_attn.v_proj": "kv"}
-GATED = {"mlp.gate_proj": "column", "mlp.up_proj": "column", "mlp.down_proj": "row"}
-LLAMA = {**SEPARATE, "self_attn.o_proj": "row", **GATED}
-EXPERTS = {"mlp.experts": "experts"}
-SPARSE = {**SEPARATE, "self_attn.o_proj": "row", **EXPERTS}
-LATENT = {
-    "self_attn.q_a_proj": "whole",
-    "self_attn.q_b_proj": "q",
-    "self_attn.kv_a_proj_with_mqa": "whole",
-    "self_attn.kv_b_proj": "q",
-    "self_attn.o_proj": "row",
-}
-SHARING = {name: cut for name, cut in LLAMA.items() if cut != "kv"}
-
-
-def shared(name: str) -> dict[str, str]:
-    return {path.replace("mlp.", f"mlp.{name}."): cut for path, cut in GATED.items()}
 
 
 @dataclass(frozen=True)
 class Family:
     """How a family names and cuts its projections, layer by layer, and how many KV heads it has."""
 
-    layers: str
-    cuts: tuple[dict[str, str], ...]
+    cuts: list[dict[str, str]]
+    layers: str = "model.layers"
     kv_heads: int = 2
     disk: str = "model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
 
 
-SAME = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-FAMILIES = {
-    **dict.fromkeys(SAME, Family("model.layers", (LLAMA, LLAMA))),
-    "phi3": Family(
-        "model.layers",
-        (
-            {
-                "self_attn.qkv_proj": "stacked q k v",
-                "self_attn.o_proj": "row",
-                "mlp.gate_up_proj": "gate, up",
-                "mlp.down_proj": "row",
-            },
-        )
-        * 2,
-    ),
-    "gpt2": Family(
-        "transformer.h",
-        (
-            {
-                "attn.c_attn": "stacked q k v",
-                "attn.c_proj": "row",
-                "mlp.c_fc": "column",
-                "mlp.c_proj": "row",
-            },
-        )
-        * 2,
-        kv_heads=4,
-    ),
-    "opt": Family(
-        "model.decoder.layers",
-        ({**SEPARATE, "self_attn.out_proj": "row", "fc1": "column", "fc2": "row"},) * 2,
-        kv_heads=4,
-    ),
-    "gpt_neox": Family(
-        "gpt_neox.layers",
-        (
-            {
-                "attention.query_key_value": "q k v per head",
-                "attention.dense": "row",
-                "mlp.dense_h_to_4h": "column",
-                "mlp.dense_4h_to_h": "row",
-            },
-        )
-        * 2,
-        kv_heads=4,
-    ),
-    "falcon": Family(
-        "transformer.h",
-        (
-            {
-                "self_attention.query_key_value": "q q k v per group",
-                "self_attention.dense": "row",
-                "mlp.dense_h_to_4h": "column",
-                "mlp.dense_4h_to_h": "row",
-            },
-        )
-        * 2,
-    ),
-    "starcoder2": Family(
-        "model.layers",
-        ({**SEPARATE, "self_attn.o_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},) * 2,
-    ),
-    "mixtral": Family(
-        "model.layers",
-        (SPARSE, SPARSE),
-        disk="model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight",
-    ),
-    "qwen3_moe": Family("model.layers", (SPARSE, SPARSE)),
-    "gpt_oss": Family("model.layers", (SPARSE, SPARSE)),
-    "deepseek_v3": Family(
-        "model.layers",
-        ({**LATENT, **GATED}, {**LATENT, **EXPERTS, **shared("shared_experts")}),
-        kv_heads=1,
-    ),
-    "gemma3n_text": Family("model.layers", (LLAMA, LLAMA, SHARING, SHARING)),
-    "qwen3_next": Family(
-        "model.layers",
-        ({**EXPERTS, **shared("shared_expert")}, {**SPARSE, **shared("shared_expert")}),
-    ),
-}
+def read_families() -> Iterator[tuple[str, Family]]:
+    """Read `ranks.yaml`; `same` is of both layers."""
+    text = Path(__file__).with_name("ranks.yaml").read_text()
+    for name, known in yaml.safe_load(text)["families"].items():
+        cuts = [known["same"]] * 2 if "same" in known else known["cuts"]
+        yield name, Family(**{k: x for k, x in known.items() if k != "same"} | {"cuts": cuts})
+
+
+FAMILIES = dict(read_families())
 W123 = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 

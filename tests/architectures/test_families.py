@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from fp8calib.errors import ModelError
 from tests import zoo
 from tests.architectures import families
-from tests.architectures.vision import VISION
+from tests.architectures.test_vision_language import PARTS
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run
 from tests.doors import find_geometry, make_plan, run_calibration
@@ -74,8 +74,8 @@ KINDS: dict[str, dict[str, Any]] = {
     # its forward takes no text without images, and a parameter of it has three axes
     "blip-2": {
         "text_config": {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32, "model_type": "opt"},
-        "vision_config": VISION,
-        "qformer_config": {**VISION, "encoder_hidden_size": 32, "vocab_size": 128},
+        "vision_config": PARTS["vision"],
+        "qformer_config": {**PARTS["vision"], "encoder_hidden_size": 32, "vocab_size": 128},
     },
 }
 

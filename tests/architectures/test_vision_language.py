@@ -8,102 +8,34 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.architectures.families import FAMILIES, SIZES, build
-from tests.architectures.vision import (
-    CLIP,
-    FOUR_AXES,
-    INTERN,
-    LLAMA4_VISION,
-    PIXTRAL,
-    QWEN_VISION,
-    SIGLIP,
-    THREE_AXES,
-    VISION,
-)
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail
 from tests.doors import Role, find_text_decoder, list_parameters, make_plan, run_calibration
 from tests.truth import brute_force
 from tests.zoo import NEEDS_5_23, draw
 
-_MLLAMA_VISION = {
-    **VISION,
-    "attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_global_layers": 1,
-    "vision_output_dim": 64,
-    "intermediate_layers_indices": [0],
-    "max_num_tiles": 1,
-    "supported_aspect_ratios": [[1, 1]],
-}
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
-    "llava": (
-        {**SIZES, "model_type": "llama"},
-        CLIP,
-        "language_model.model.layers",
-        {"model.vision_tower", "model.multi_modal_projector"},
-    ),
-    "gemma3": (
-        {**SIZES, "head_dim": 16},
-        VISION,
-        "language_model.model.layers",
-        {"model.vision_tower"},
-    ),
-    "mistral3": (
-        {**SIZES, "model_type": "mistral", "head_dim": 8},
-        PIXTRAL,
-        "language_model.model.layers",
-        {"model.vision_tower", "model.multi_modal_projector"},
-    ),
-    "hunyuan_vl": (
-        {**SIZES, "head_dim": 8, **FOUR_AXES},
-        {**VISION, "out_hidden_size": 32},
-        "model.layers",
-        {"model.vision_tower"},
-    ),
-    "idefics3": (
-        {**SIZES, "model_type": "llama"},
-        VISION,
-        "model.text_model.layers",
-        {"model.vision_model", "model.connector"},
-    ),
-    "internvl": (
-        {**SIZES, "model_type": "qwen2"},
-        INTERN,
-        "language_model.model.layers",
-        {"model.vision_tower", "model.multi_modal_projector"},
-    ),
-    "qwen2_vl": ({**SIZES, **THREE_AXES}, QWEN_VISION, "model.layers", {"model.visual"}),
-    "qwen3_vl": (
-        {**SIZES, **THREE_AXES, "head_dim": 8},
-        QWEN_VISION,
-        "model.language_model.layers",
-        {"model.visual"},
-    ),
-    "qwen3_5": (
-        {**SIZES, **FAMILIES["qwen3_5_text"]},
-        QWEN_VISION,
-        "model.language_model.layers",
-        {"model.visual"},
-    ),
-    "llama4": (
-        {**SIZES, **FAMILIES["llama4_text"]},
-        LLAMA4_VISION,
-        "language_model.model.layers",
-        {"vision_model", "multi_modal_projector"},
-    ),
-}
+SEEING = yaml.safe_load(Path(__file__).with_name("seeing.yaml").read_text())
+PARTS: dict[str, dict[str, Any]] = SEEING["parts"]
+MODELS: dict[str, dict[str, Any]] = SEEING["models"]
+
+
+def make_config(family: str) -> Any:
+    known = MODELS[family]
+    text = {**known["text"], **FAMILIES.get(known.get("family", ""), {})}
+    return AutoConfig.for_model(family, text_config=text, vision_config=known["vision"])
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_the_text_decoder_is_calibrated_and_the_rest_is_listed(family: str, tmp_path: Path) -> None:
     """K and V equal those of the whole model given text; scales are named by the keys on disk."""
-    text, vision, layers, beside = MODELS[family]
+    layers, beside = MODELS[family]["layers"], MODELS[family]["beside"]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    config = make_config(family)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "model")
     sequences = draw([20, 20])
@@ -121,7 +53,7 @@ def test_the_text_decoder_is_calibrated_and_the_rest_is_listed(family: str, tmp_
         names = set(file.keys())
     for _, attention in prepared.geometry.attentions():
         assert f"{attention.checkpoint_module}.k_proj.weight" in names
-    assert beside <= {item.site for item in stats.header.skipped}
+    assert {*beside} <= {item.site for item in stats.header.skipped}
     assert not any("vis" in site.module for site in stats.sites)
 
 
@@ -131,7 +63,7 @@ def test_no_token_of_paligemma_sees_a_later_one(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "paligemma",
         text_config={**SIZES, "model_type": "gemma", "head_dim": 8},
-        vision_config={**SIGLIP, "projection_dim": 32},
+        vision_config=PARTS["paligemma"],
         projection_dim=32,
     )
     assert config.text_config.use_bidirectional_attention
@@ -160,9 +92,7 @@ def test_a_text_only_class_never_runs_its_lm_head() -> None:
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path: Path) -> None:
     """Qwen3.5 and Llama 4 are built from the text decoder's config alone, also before loading."""
-    text, vision, _, _ = MODELS[family]
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_config(make_config(family)).save_pretrained(tmp_path)
     assert list_parameters(tmp_path, loaded=False) == list_parameters(tmp_path, loaded=True)
 
 
@@ -172,13 +102,13 @@ def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path
         (
             "mllama",
             {**SIZES, "num_hidden_layers": 3, "cross_attention_layers": [1]},
-            _MLLAMA_VISION,
+            PARTS["mllama"],
             r"MllamaForConditionalGeneration \(mllama_text_model\): its cross-attention",
         ),
         pytest.param(
             "hunyuan_vl",
             {**SIZES, "head_dim": 8},
-            {**VISION, "out_hidden_size": 32},
+            PARTS["hunyuan"],
             r"HunYuanVLForConditionalGeneration \(hunyuan_vl_text\): its text decoder does not run",
             marks=NEEDS_5_23,
         ),

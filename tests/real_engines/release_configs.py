@@ -6,6 +6,7 @@ each other is a `Marker`, a class that remembers with which arguments it was cal
 
 import ast
 import builtins
+import contextlib
 import json
 import re
 import sys
@@ -128,21 +129,21 @@ class Layer:
 
 
 class Marker:
-    """A class that is not there: an object that knows its name and its arguments."""
+    """A class that is not there: an object that knows what it was looked up as, and called with."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.arguments: Mapping[str, Any] = {}
 
     def __call__(self, *_: object, **arguments: Any) -> Any:  # noqa: D102 -- the class says it
-        made = Marker(self._name)
+        made = Marker(self.name)
         made.arguments = arguments
         return made
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Marker(f"{self._name}.{name}")
+        return Marker(f"{self.name}.{name}")
 
     def __getitem__(self, _: object) -> Any:
         return self
@@ -155,11 +156,6 @@ class Marker:
 
     def __iter__(self) -> Any:
         return iter(())
-
-    @property
-    def name(self) -> str:
-        """What it was looked up as."""
-        return self._name
 
 
 _ATTRIBUTES = {
@@ -215,14 +211,10 @@ class ReleaseConfigs:
     Args:
         files: the texts of the modules that define them, those that others use first.
         experts: the name of the class of a layer's experts.
-        asserts: whether experts without a method are an error.
     """
 
-    def __init__(
-        self, files: Iterable[str], experts: str = "FusedMoE", *, asserts: bool = False
-    ) -> None:
+    def __init__(self, files: Iterable[str], experts: str = "FusedMoE") -> None:
         self._experts = experts
-        self._asserts = asserts
         self._space = _Space(
             **{**_LAYERS, "RoutedExperts": _LAYERS[experts]},
             QuantizationConfig=type("QuantizationConfig", (), dict(_CONFIG_METHODS)),
@@ -241,7 +233,7 @@ class ReleaseConfigs:
             lru_cache=lru_cache,
             re=re,
             torch=torch,
-            suppress=__import__("contextlib").suppress,
+            suppress=contextlib.suppress,
             __builtins__=_Space(vars(builtins)),
             __name__="vllm.release.module",
             __package__="vllm.release",
@@ -292,13 +284,10 @@ class ReleaseConfigs:
             return "refused"
         finally:
             sys.meta_path.remove(finder)
-        needs_method = self._asserts and kind == "FusedMoE"
-        return _describe(method, layer, needs_method=needs_method)
+        return _describe(method, layer)
 
 
-_ERRORS: tuple[type[Exception], ...] = (
-    *(AssertionError, ImportError, KeyError, NotImplementedError, RuntimeError, ValueError),
-)
+_ERRORS = (AssertionError, ImportError, KeyError, NotImplementedError, RuntimeError, ValueError)
 
 
 def _get_from_keys(config: Mapping[str, Any], keys: list[str]) -> Any:
@@ -319,10 +308,9 @@ _CONFIG_METHODS: Mapping[str, Any] = {
 }
 
 
-def _describe(method: Any, layer: Any, *, needs_method: bool) -> str:
+def _describe(method: Any, layer: Any) -> str:
     if method is None:
-        is_refused = isinstance(layer, _LAYERS["LinearBase"]) or needs_method
-        return "refused" if is_refused else "unquantized"
+        return "refused" if isinstance(layer, _LAYERS["LinearBase"]) else "unquantized"
     if "Unquantized" in method.name:
         is_wrong = method.name == "UnquantizedLinearMethod" and isinstance(
             layer, _LAYERS["FusedMoE"]

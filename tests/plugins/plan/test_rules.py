@@ -114,11 +114,8 @@ def test_sinks_are_found_and_the_choice_beats_amax_on_other_text(found: PlanResu
     assert amax.against_chosen is not None
     assert amax.against_chosen.answer == "worse"
     assert amax.kld_mean > 10 * found.kld_mean
-
-
-def test_text_that_chooses_does_not_judge(found: PlanResult) -> None:
-    assert found.search_tokens == 8 * LENGTH
-    assert found.tokens == 12 * (LENGTH - 1)
+    # text that chooses does not judge
+    assert (found.search_tokens, found.tokens) == (8 * LENGTH, 12 * (LENGTH - 1))
 
 
 def test_the_recipe_writes_the_scales_of_the_rules(folder: Path, found: PlanResult) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from multiprocessing.queues import SimpleQueue
@@ -145,15 +145,8 @@ class _Worker:
 
 _WIDTH = 400
 _EXAMPLES = 8
-_CAUSE_WIDTH = 120
-_VARYING = {
-    r"'[^']*'|\"[^\"]*\"": "NAME",
-    r"/\S+": "PATH",
-    r"\w+(\.\w+)*[._]\w+": "NAME",
-    r"-?\b\d[\w.+-]*": "N",
-    r"\b[A-Z]\w*?(ForCausalLM|Model|Attention|MLP|DecoderLayer)\b": "NAME",
-}
-"""Patterns of what differs between checkpoints in texts of the same cause."""
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|\w+(?:\.\w+)*[._]\w+|-?\b\d[\w.+-]*")
+"""What differs between checkpoints in texts of the same cause: names, paths, numbers."""
 
 
 def print_report(results: Sequence[Result]) -> None:
@@ -161,27 +154,22 @@ def print_report(results: Sequence[Result]) -> None:
     causes = defaultdict(list)
     for result in results:
         for engine, finding in result.findings.items():
-            texts = (_normalize(finding.check), _normalize(finding.engine))
-            causes[finding.kind, engine, texts].append((result.case, finding))
-    worst_first = sorted(causes.items(), key=lambda item: list(Kind).index(item[0][0]))
-    for (kind, engine, _), items in worst_first:
+            lines = ("".join(text.splitlines()[:1]) for text in (finding.check, finding.engine))
+            cause = tuple(_VARYING.sub("", line)[:80] for line in lines)
+            causes[list(Kind).index(finding.kind), engine, cause].append((result.case, finding))
+    for (_, engine, _), items in sorted(causes.items()):
         _, first = items[0]
-        print(f"\n{kind.value.upper()}\n* {engine}, {len(items)} times")
-        print(f"  check:  {_cut(first.check)}")
-        print(f"  engine: {_cut(first.engine)}")
+        print(f"\n{first.kind.value.upper()}\n* {engine}, {len(items)} times")
+        print(f"  check:  {_cut(first.check)}\n  engine: {_cut(first.engine)}")
         for case, _ in items[:_EXAMPLES]:
             print(f'  repeat: scripts/test-engines --engine {engine} --case "{case}"')
     for engine in sorted({e for r in results for e in (*r.agreed, *r.findings, *r.excluded)}):
-        _print_counts(engine, results)
-    _print_reasons("not written", [result.unwritten for result in results if result.unwritten])
-
-
-def _normalize(text: str) -> str:
-    """Give the first line of a text without names, paths and numbers."""
-    line = next(iter(text.splitlines()), "")
-    for pattern, put in _VARYING.items():
-        line = re.sub(pattern, put, line)
-    return line[:_CAUSE_WIDTH]
+        print(f"\n{engine}: {sum(engine in result.agreed for result in results)} agree")
+        kinds = Counter(r.findings[engine].kind for r in results if engine in r.findings)
+        excluded = Counter(r.excluded[engine] for r in results if engine in r.excluded)
+        _print_counts({kind.value: kinds[kind] for kind in Kind})
+        _print_counts({f"not compared: {why}": count for why, count in excluded.items()})
+    _print_counts(Counter(f"not written: {r.unwritten}" for r in results if r.unwritten))
 
 
 def _cut(text: str) -> str:
@@ -190,17 +178,9 @@ def _cut(text: str) -> str:
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 90]} ... {line[-80:]}"
 
 
-def _print_counts(engine: str, results: Sequence[Result]) -> None:
-    print(f"\n{engine}: {sum(engine in result.agreed for result in results)} agree")
-    kinds = Counter(r.findings[engine].kind for r in results if engine in r.findings)
-    for kind in Kind:
-        print(f"  {kinds[kind]:4}  {kind.value}")
-    _print_reasons("not compared", [r.excluded[engine] for r in results if engine in r.excluded])
-
-
-def _print_reasons(label: str, reasons: Sequence[str]) -> None:
-    for reason, count in Counter(reasons).most_common():
-        print(f"  {count:4}  {label}: {_cut(reason)}")
+def _print_counts(counts: Mapping[str, int]) -> None:
+    for text, count in counts.items():
+        print(f"  {count:4}  {_cut(text)}")
 
 
 if __name__ == "__main__":

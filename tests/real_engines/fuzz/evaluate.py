@@ -86,22 +86,12 @@ class Evaluator:
         seen = self._observers[engine](result.case, out, original)
         if seen is None:
             return
-        if why := find_exclusion(engine, seen.error):
-            result.excluded[engine] = why
-            return
         has_kv = FORMS[result.case.form].has_kv
-        try:
-            report = self._ask_check(out, engine)
-        except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
-            said = f"{type(error).__name__}: {error}"
-            finding: Finding | None = Finding(kind=Kind.CRASH, check=said, engine=seen.error)
-        else:
-            if cannot_tell(report):
-                result.excluded[engine] = "check says that it cannot tell"
-                return
-            finding = compare(report, seen, list_stored(out), has_kv=has_kv)
-        if finding:
-            result.findings[engine] = finding
+        found = judge(lambda: self._ask_check(out, engine), engine, seen, out, has_kv=has_kv)
+        if isinstance(found, Finding):
+            result.findings[engine] = found
+        elif found:
+            result.excluded[engine] = found
         else:
             result.agreed.append(engine)
 
@@ -124,9 +114,23 @@ class Evaluator:
         return folder
 
 
-def cannot_tell(report: Mapping[str, Any]) -> bool:
-    """Whether `check` says that something is unknown, and does not call the engine refused."""
-    return bool(report["unknown"]) and not find_refusal(report)
+def judge(
+    ask: Callable[[], Mapping[str, Any]], engine: str, seen: Observation, out: Path, *, has_kv: bool
+) -> Finding | str:
+    """Compare what `check` says of a checkpoint with what was seen; or say why it is not compared.
+
+    Empty where they agree.
+    """
+    if why := find_exclusion(engine, seen.error):
+        return why
+    try:
+        report = ask()
+    except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
+        said = f"{type(error).__name__}: {error}"
+        return Finding(kind=Kind.CRASH, check=said, engine=seen.error)
+    if report["unknown"] and not find_refusal(report):
+        return "check says that it cannot tell"
+    return compare(report, seen, list_stored(out), has_kv=has_kv) or ""
 
 
 def write(case: Case, original: Path, out: Path) -> None:

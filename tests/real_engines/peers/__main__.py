@@ -18,10 +18,10 @@ import torch
 from pydantic import TypeAdapter
 
 from tests.real_engines.fuzz.architectures import save_model
-from tests.real_engines.fuzz.compare import Finding, Kind, Observation, compare, find_exclusion
+from tests.real_engines.fuzz.compare import Finding, Kind, Observation
 from tests.real_engines.fuzz.draw import UNDRAWN, Case
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
-from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, list_stored
+from tests.real_engines.fuzz.evaluate import Observe, ask_check, judge
 from tests.real_engines.peers.cells import ARCHITECTURES
 from tests.real_engines.vllm_job import ROOT, ForkServer
 
@@ -98,22 +98,19 @@ def _compare_all(cells: list[Path], out: Path, models: Path, observers: dict[str
 def _compare(engine: str, observe: Observe, cell: Path, model: Path) -> Finding | str:
     seen = observe(UNDRAWN, cell, model)
     assert seen is not None
-    if why := find_exclusion(engine, seen.error):
-        return f"not compared: {why}"
-    try:
-        report = ask_check(cell, engine)
-    except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
-        said = f"{type(error).__name__}: {error}"
-        return Finding(kind=Kind.CRASH, check=said, engine=seen.error)
-    if cannot_tell(report):
-        return "check says that it cannot tell"
-    if any(not tensor.is_floating_point() for _, tensor in list_tensors(cell)):
-        status = report["weights"] and report["weights"]["status"]
-        if status in ("misread", "bad") and not seen.error:
-            return "not compared: check names a fault of integers, which are not decoded here"
-        seen = replace(seen, weights_fault="")
+    has_integers = any(not tensor.is_floating_point() for _, tensor in list_tensors(cell))
+    seen = replace(seen, weights_fault="") if has_integers else seen
     has_kv = "none" not in cell.name
-    return compare(report, seen, list_stored(cell), has_kv=has_kv) or "agreed"
+    found = judge(lambda: ask_check(cell, engine), engine, seen, cell, has_kv=has_kv)
+    if isinstance(found, str):
+        return f"not compared: {found}" if found else "agreed"
+    if (
+        has_integers
+        and not seen.error
+        and found.check.startswith(("weights misread", "weights bad"))
+    ):
+        return "not compared: check names a fault of integers, which are not decoded here"
+    return found
 
 
 def _shorten(text: str) -> str:
