@@ -124,6 +124,25 @@ def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
 
 
 @pytest.mark.parametrize(
+    ("quantization", "names", "is_said"),
+    [
+        (PER_TENSOR, PAIR, False),
+        (PER_TENSOR | {"kv_cache_scheme": None}, PAIR, True),
+        (MODELOPT, PAIR, False),
+        (FP8, PAIR, True),
+        (FP8, ("mlp.up_proj.input_scale",), False),
+        (None, PAIR, False),
+    ],
+)
+def test_where_vllm_turns_on_no_fp8_cache_by_itself(
+    tmp_path: Path, quantization: object, names: tuple[str, ...], *, is_said: bool
+) -> None:
+    """`utils/torch_utils.py` of vLLM 0.32 (resolve_kv_cache_dtype_string) decides."""
+    report = ask("vllm", save_folder(tmp_path / "f", spell(*names), quantization=quantization))
+    assert any("auto does not turn it on" in each for each in report.problems) is is_said
+
+
+@pytest.mark.parametrize(
     ("engine", "quantization", "names", "value", "words", "said"),
     [
         ("vllm", PER_TENSOR, PAIR, 0.25, "q_scale", "q_scale is loaded (2, such as model.layers"),
