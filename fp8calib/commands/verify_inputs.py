@@ -30,10 +30,10 @@ from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import Target
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import load_gate
-from fp8calib.verification.loadable import judge_loading
 from fp8calib.verification.open_candidates import (
     Scales,
     find_candidate,
+    judge_loading,
     make_candidates,
     make_rules,
     require_head,

@@ -15,7 +15,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.model.geometry_from_config import FAMILIES, read_geometry
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.verification.loadable import is_common
+from fp8calib.verification.open_candidates import is_common
 from tests import zoo
 
 
