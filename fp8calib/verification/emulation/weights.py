@@ -408,6 +408,7 @@ def emulate_planned(
     linears = {linear.module: linear for _, linear in geometry.linears()}
     groups = defaultdict[str, list[WeightParameter]](list)
     schemes: dict[str, Scheme] = {}
+    unseen: list[str] = []
     missed: dict[str, None] = {}
     known = {parameter.name: parameter for parameter in find_parameters(geometry, model)}
     others = (n for n, _ in model.named_parameters() if n not in known and is_of_decoder(n, model))
@@ -427,6 +428,8 @@ def emulate_planned(
         # all matrices of a weight have one scheme, as engines need it
         first = matrices.get(min(chosen), ())
         schemes[name] = settings.scheme_of(first[0].module if first else min(chosen))
+        if not parameter.sites and schemes[name].inputs is not InputScaling.NONE:
+            unseen.append(name)
         inside = [matrix for tensor in chosen for matrix in matrices.get(tensor, ())]
         parts = max(1, len(inside) // max(1, parameter.num_experts))
         # A per-tensor scale is shared by what is fused; experts have their own, and projections
@@ -458,17 +461,11 @@ def emulate_planned(
         )
 
     weights = [quantize(group) for group in groups.values()]
-    unseen = sorted(
-        parameter.name
-        for group in groups.values()
-        for parameter in group
-        if not parameter.sites and schemes[parameter.name].inputs is not InputScaling.NONE
-    )
     notes = []
     if selection.refusal is not None:
         notes.append(f"`quantize` does not write this model: {selection.refusal.message}")
     if unseen:
-        notes.append(f"{cut_list(unseen, 1)}: {_NO_LINEAR}")
+        notes.append(f"{cut_list(sorted(unseen), 1)}: {_NO_LINEAR}")
     if missed:
         notes.append(f"not quantized here, though an engine may: {cut_list(list(missed), 1)}")
     return emulate_linears(weights, fmt, geometry, numerics, notes=notes)
