@@ -158,8 +158,10 @@ def _judge_ratio(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     error = max(se, implied)
     if error > gate.margin and ratio - error <= fail_above:
         verdict = Verdict.CANNOT_TELL
-        margin = f"the gate's margin of {gate.margin:.3g}"
-        why = f"has an error of {error:.3g}, above {margin}: use more text"
+        why = (
+            "is too uncertain: the error of its losses, or that which its KLD implies, is "
+            f"{error:.3g}, above the gate's margin of {gate.margin:.3g}: use more text"
+        )
     elif summary.clusters < _LEAST_CLUSTERS:
         width = max(t_quantile(summary.clusters - 1) * se, implied)
         if any(abs(ratio - limit) < width for limit in (pass_at, fail_above)):
