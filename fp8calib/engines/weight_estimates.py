@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import ExitStack
 from itertools import product
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,10 +102,11 @@ def _estimate(
     )
 
 
-class _Weights:
+class _Weights(ExitStack):
     """The weights of a folder; each file is opened once."""
 
     def __init__(self, folder: ScaleFolder, odd_scales: Collection[str]) -> None:
+        super().__init__()
         self._folder = folder
         self._odd_scales = odd_scales
         self._located = {name: file for file, held in folder.tensors.items() for name in held}
@@ -117,13 +118,6 @@ class _Weights:
             self._beside[path].append(last)
             self._beside[parent].append(rest)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
     def has_norm(self, path: str, role: Role) -> bool:
         """Check whether K or V of an attention module has a norm of its own."""
         return any("norm" in each and each.startswith(role) for each in self._beside[path])
@@ -131,10 +125,7 @@ class _Weights:
     def read(
         self, name: str, first: int = 0, last: int | None = None
     ) -> NDArray[np.float32] | None:
-        """Read floats, or rows of FP8 with their scale; None where this is not possible.
-
-        That is for another dtype, an odd scale, no tensor.
-        """
+        """Read floats, or rows of FP8 with their scale; None for any other, or an odd scale."""
         if (file := self._open(name)) is None:
             return None
         entry = file.tensors[name]
@@ -177,5 +168,5 @@ class _Weights:
     def _open(self, name: str) -> TensorFile | None:
         file = self._located.get(name)
         if file is not None and file not in self._files:
-            self._files[file] = TensorFile(self._folder.path / file)
+            self._files[file] = self.enter_context(TensorFile(self._folder.path / file))
         return None if file is None else self._files[file]

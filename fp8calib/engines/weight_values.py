@@ -145,9 +145,14 @@ def _examine(
         return "", num_zero_rows, share
     code = file.read_bytes(name, first_wrong * itemsize, (first_wrong + 1) * itemsize)
     what = "NaN" if code.view(dtype).float().isnan() else "infinity"
-    place = [int(each) for each in np.unravel_index(first_wrong, entry.shape or (1,))]
     counted = f"{num_wrong:,} of its {entry.size_bytes // itemsize:,} values are not finite"
-    return f"{shorten(name)} holds {what} at {place}: {counted}", num_zero_rows, share
+    return _describe(name, entry, first_wrong, what, counted), num_zero_rows, share
+
+
+def _describe(name: str, entry: TensorEntry, first: int, what: str, counted: str) -> str:
+    """Say what a tensor holds, where the first is, and how many there are."""
+    place = [int(each) for each in np.unravel_index(first, entry.shape or (1,))]
+    return f"{shorten(name)} holds {what} at {place}: {counted}"
 
 
 def _mark_not_finite(data: NDArray[np.uint8], dtype: torch.dtype) -> NDArray[np.bool_]:
@@ -181,8 +186,10 @@ def _list_scale_faults(folder: ScaleFolder) -> Iterator[str]:
                 codes = next(filter(located.__contains__, _name_codes(name)), None)
                 if codes is None or not entry.size_bytes:
                     continue
-                if fault := _describe_fault(folder, opened, name, located[codes], codes):
-                    yield fault
+                is_wrong, what = _judge_scale(folder, opened, name, located[codes], codes)
+                if is_wrong.any():
+                    counted = f"{is_wrong.sum():,} of its {is_wrong.size:,} scales"
+                    yield _describe(name, entry, int(is_wrong.argmax()), what, counted)
 
 
 def _name_codes(scale: str) -> tuple[str, ...]:
@@ -193,35 +200,26 @@ def _name_codes(scale: str) -> tuple[str, ...]:
     return (f"{scale.removesuffix('_scales')}_blocks",) if scale.endswith("_scales") else ()
 
 
-def _describe_fault(
+def _judge_scale(
     folder: ScaleFolder, opened: TensorFile, name: str, file: str, codes: str
-) -> str:
-    """Say what is wrong with a scale; empty if nothing is."""
+) -> tuple[NDArray[np.bool_], str]:
+    """Mark what is wrong in a scale, and say what that is."""
     entry, weight = opened.tensors[name], folder.tensors[file][codes]
     if entry.dtype == "U8":
-        is_wrong = opened.read_array(name, 0, entry.size_bytes) == _NAN_EXPONENT
-        return _describe(name, entry, is_wrong, "NaN (an exponent of 255)")
+        exponents = opened.read_array(name, 0, entry.size_bytes)
+        return exponents == _NAN_EXPONENT, "NaN (an exponent of 255)"
     if weight.dtype not in _CODE_BITS or entry.dtype in PACKED_BITS or not weight.size_bytes:
-        return ""
-    values = opened.read_scale(name)
+        return np.zeros(1, np.bool_), ""
     # Some tools write negative scales, so that the code -8 becomes the largest positive weight.
-    is_wrong = np.abs(values.ravel()) < SMALLEST_SCALE
-    if not is_wrong.any() or weight.size_bytes % values.size:
-        return ""
+    sizes = np.abs(opened.read_scale(name).ravel())
+    is_wrong = sizes < SMALLEST_SCALE
+    if not is_wrong.any() or weight.size_bytes % sizes.size:
+        return np.zeros(1, np.bool_), ""
     # A scale of zero is no fault if all codes of its group are equal: tools write it beside groups
     # of zeros, or of values that all underflow.
     with TensorFile(folder.path / file) as beside:
-        data = beside.read_array(codes, 0, weight.size_bytes).reshape(values.size, -1)
+        data = beside.read_array(codes, 0, weight.size_bytes).reshape(sizes.size, -1)
     data &= _CODE_BITS[weight.dtype]
     is_wrong &= (data != data[:, :1]).any(axis=1)
-    what = describe_bad(np.abs(values.ravel()[is_wrong]), SMALLEST_SCALE)
-    return _describe(name, entry, is_wrong, f"{what} beside codes that are not zero")
-
-
-def _describe(name: str, entry: TensorEntry, is_wrong: NDArray[np.bool_], what: str) -> str:
-    """Say where the first wrong scale is, and how many there are; empty if there is none."""
-    if not is_wrong.any():
-        return ""
-    place = [int(each) for each in np.unravel_index(is_wrong.argmax(), entry.shape or (1,))]
-    counted = f"{is_wrong.sum():,} of its {is_wrong.size:,} scales"
-    return f"{shorten(name)} holds {what} at {place}: {counted}"
+    bad = describe_bad(sizes[is_wrong], SMALLEST_SCALE)
+    return is_wrong, f"{bad} beside codes that are not zero"
