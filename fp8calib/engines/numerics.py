@@ -160,10 +160,8 @@ def find_served_dtype(
 ) -> str:
     """Name the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
 
-    Args:
-        geometry: the model.
-        bfloat16_types: types that are served in bfloat16 even if the checkpoint is in float16.
-        half_instead_of: the dtypes of checkpoints that are served in float16.
+    `bfloat16_types` are served in bfloat16 even if the checkpoint is in float16; `half_instead_of`
+    are the dtypes of checkpoints that are served in float16.
     """
     is_half = geometry.checkpoint_dtype in half_instead_of
     return "float16" if is_half and geometry.model_type not in bfloat16_types else "bfloat16"

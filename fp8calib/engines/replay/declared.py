@@ -16,10 +16,8 @@ from fp8calib.numerics.formats import NVFP4_CACHE
 def matches_target(target: object, *names: str) -> bool:
     """Check whether a target of a config is one of the names, or as `re:...` matches the start.
 
-    Names are the path of a module, and its class where the engine compares that too.
-
-    Raises:
-        Refusal: the expression is invalid, or could take exponential time.
+    Names are the path of a module, and its class where the engine compares that too. An expression
+    that is invalid, or could take exponential time, is refused.
     """
     if not isinstance(target, str):
         return False
@@ -52,10 +50,7 @@ def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[
     """Find the quantization config of a folder in the places and the order of an engine.
 
     Keys are `modelopt` for `hf_quant_config.json`, else those of config.json; `text_config.KEY` is
-    a key of its text part.
-
-    Raises:
-        Refusal: it is not an object.
+    a key of its text part. What is not an object is refused.
     """
     for key in keys:
         outer, _, inner = key.rpartition(".")
@@ -118,13 +113,8 @@ def amend_for_dtype(
 ) -> EngineReport:
     """Judge scales as misread that the folder declares to be for another format than e4m3fn.
 
-    Args:
-        report: what the engine does with scales for e4m3fn.
-        folder: the checkpoint.
-        fnuz: what the engine does with a scale for e4m3fnuz.
-        e5m2: what it does with one for e5m2.
-        fnuz_device: the device on which a scale for e4m3fnuz is used as meant; empty if none.
-        nvfp4: what it does with the global scales of an NVFP4 cache; empty if it has none.
+    The report is for those. `fnuz`, `e5m2` and `nvfp4` say what the engine does with scales for
+    these formats (empty if it has no such cache); `fnuz_device` where those for e4m3fnuz are right.
     """
     dtype = find_recorded_dtype(folder)
     if not dtype:
@@ -156,8 +146,5 @@ def note_drafter(
     if not release.has(_READS, geometry.model_type) or not is_scaled:
         return report
     but = f"; only {', '.join(given_by)} gives it the scales" if given_by else ""
-    note = (
-        "a Gemma 4 drafter (MTP) reads this cache with scale 1.0, so that fewer of its tokens are "
-        f"accepted{but}"
-    )
+    note = f"a Gemma 4 drafter (MTP) reads this cache with 1.0: fewer tokens are accepted{but}"
     return report.add(problems=[note])

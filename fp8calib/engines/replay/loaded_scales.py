@@ -135,13 +135,8 @@ class LoadContext:
 
         A scale that was not loaded is -1.0 (vLLM 0.32.0 `quantization/kv_cache.py`, run; SGLang
         0.5.23 `srt/layers/quantization/kv_cache.py`, read: there two zeros count as not loaded).
-
-        Args:
-            index: the layer's.
-            engine: its title.
-            absent: why scales are ignored that it opened, and what to do about that.
-            dtype: that of the parameters, to which stored numbers are rounded.
-            zero_is_unset: whether k and v that are both zero count as not loaded.
+        `absent` says why the engine ignores scales that it opened, and what to do about that;
+        `dtype` is that of the parameters.
         """
         slots = [(index, role) for role in KV_ROLES]
         stored = [self.loaded.get(slot) for slot in slots]
@@ -191,8 +186,7 @@ def require_scalar(stored: FoundScale, engine: str) -> float:
 def open_indexed(folder: ScaleFolder, geometry: ModelGeometry, *, error: str) -> LoadContext:
     """Open the files that the index names, or all where there is none, as vLLM and SGLang do.
 
-    Raises:
-        Refusal: a file is missing or damaged; `error` is what the engine raises at a missing one.
+    A missing or damaged file is refused; `error` is what the engine raises at a missing one.
     """
     files = folder.files
     if folder.has_index:

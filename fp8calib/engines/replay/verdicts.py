@@ -301,12 +301,9 @@ def is_scale(value: float) -> bool:
 
 
 def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
-    """Judge a number that an engine uses as a scale.
+    """Judge a number that an engine uses as a scale; `why` says where it comes from.
 
-    Args:
-        value: what the engine multiplies by.
-        why: where it comes from.
-        fault: why it is not what the file means; empty if it is.
+    `fault` is why it is not what the file means; empty if it is.
     """
     finite = value if math.isfinite(value) else None
     if not is_scale(value):

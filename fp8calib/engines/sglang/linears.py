@@ -154,11 +154,8 @@ class SglangReader(LinearReader):
             return self._read_own(target, is_expert=is_expert)
         if is_head or not self.targets:
             return Unquantized(why="no config group has it")
-        why = f"no config group has {group.members[0].module}"
-        raise Refusal(
-            f"{why} (ValueError: Unable to find matching target)",
-            fix="list it in `ignore`, or in a config group",
-        )
+        why = f"no config group has {group.members[0].module} (ValueError)"
+        raise Refusal(why, fix="list it in `ignore`, or in a config group")
 
     def _read_own(self, target: str, *, is_expert: bool) -> StoredScheme:
         """Read a config group, for which older releases have fewer schemes."""
@@ -175,10 +172,7 @@ class SglangReader(LinearReader):
             if is_expert and scheme.is_mx:
                 raise Unjudged("MXFP8 of experts whose inputs are not quantized")
             kind = "FP8 weights per channel" if is_channel else "MXFP8 weights"
-            why = (
-                f"it takes {kind} whose inputs are not quantized for packed "
-                "integers (ImportError: W4A16Sparse24 is not supported)"
-            )
+            why = f"it takes {kind} alone for packed integers (ImportError: W4A16Sparse24)"
             newer = ", or use a newer SGLang" if is_channel else ""
             raise Refusal(why, fix=f"quantize the inputs too{newer}")
         if scheme.weights is Granularity.BLOCK:

@@ -70,10 +70,7 @@ def replay_sglang(
 ) -> EngineReport:
     """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`.
 
-    Every rank uses the same number.
-
-    Raises:
-        Refusal: SGLang does not start.
+    Every rank uses the same number. `Refusal` is raised where SGLang does not start.
     """
     context = open_indexed(folder, geometry, error="RuntimeError")
     fault = find_fault(folder, geometry, release)
@@ -293,10 +290,7 @@ def _is_passed(stored: FoundScale, model_type: str, *, asserts: bool) -> bool:
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
 
 
-_LATENTS = (
-    "SGLang stores latents without the scale, and its TRT-LLM and FlashMLA backends multiply the "
-    "logits by k_scale"
-)
+_LATENTS = "SGLang stores latents unscaled, but TRT-LLM and FlashMLA multiply logits by k_scale"
 _LATENTS_FIX = "serve it without scales, or with scales of 1.0"
 _SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
 _NEWER_FIX = "serve it with a newer release, or without scales"

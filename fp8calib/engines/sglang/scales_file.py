@@ -50,11 +50,7 @@ _FIX = (
 def replay_sglang_json(
     path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder, release: Release
 ) -> EngineReport:
-    """Replay SGLang's loader on a JSON file, on `tp` ranks of a model.
-
-    Raises:
-        Refusal: SGLang does not start.
-    """
+    """Replay SGLang's loader on a JSON file, on `tp` ranks of a model; `Refusal` if it stops."""
     # multimodal classes read none
     is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
     has_own = has_class(geometry.architecture, release) and not is_wrapped

@@ -62,10 +62,7 @@ _SINCE_RENAMED = (
     "transformers 5.24 uses no KV scale: it renamed an argument by which compressed-tensors 0.20 "
     "finds attention"
 )
-_SHARED = (
-    "scales of layers that read another layer's cache are reported as unexpected: the layer that "
-    "writes the cache quantizes it"
-)
+_SHARED = "scales of layers that read another layer's cache are unexpected: that layer's count"
 _UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
 _FNUZ = "compressed-tensors quantizes to e4m3fn, for which the scale is twice too large"
 _E5M2 = "compressed-tensors quantizes to e4m3fn with a scale that was made for e5m2"
@@ -167,10 +164,8 @@ class _Report:
             name = str(parameter.dtype).removeprefix("torch.")
             context.problems.append(f"scales are rounded to the model's {name}")
         bad = [value for value in values if not is_scale(value)]
-        source = (
-            f"{stored}" if len(values) == 1 else f"the largest of {len(values)} heads, {stored}"
-        )
-        verdict = judge_number(bad[0] if bad else max(values), source)
+        heads = f"the largest of {len(values)} heads, " if len(values) != 1 else ""
+        verdict = judge_number(bad[0] if bad else max(values), f"{heads}{stored}")
         scheme = self._section.get("kv_cache_scheme")
         fields = scheme if isinstance(scheme, dict) else {"type": ""}
         if (fields.get("type", "int"), int(fields.get("num_bits", 8))) != ("float", 8):
@@ -184,17 +179,13 @@ class _Report:
         loaded = self._loaded
         found = sorted(name for name in loaded.unexpected if parse_name(name) is None)
         if found:
-            yield (
-                f"{len(found)} tensors, such as {shorten(found[0])}, have no parameter: "
-                "transformers reports them UNEXPECTED and leaves them out"
-            )
+            others = f"{len(found)} tensors, such as {shorten(found[0])}"
+            yield f"{others}, have no parameter: they are UNEXPECTED and left out"
         opened = [self._folder.tensors.get(file, {}) for file in loaded.files]
         several = [name for name in loaded.read if sum(name in held for held in opened) > 1]
         if several:
-            yield (
-                f"{shorten(sorted(several)[0])} is in several of the files that transformers "
-                "opens: it keeps the last one"
-            )
+            first = shorten(sorted(several)[0])
+            yield f"{first} is in several files: transformers keeps the last one"
 
     def _list_weight_faults(self) -> Iterator[str]:
         """List what makes weights wrong without an error."""
@@ -318,10 +309,8 @@ class _Report:
                 yield f"{shorten(name)} is left out: transformers joins experts without it"
             scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
             if scales and scales[0] != numbers[name]:
-                yield (
-                    f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} "
-                    "scales, and transformers gives these to the first ones"
-                )
+                counts = f"{len(numbers[name])} experts and {len(scales[0])} scales"
+                yield f"{shorten(name)} has {counts}, which transformers gives to the first ones"
 
 
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:

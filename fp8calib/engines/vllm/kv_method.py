@@ -38,15 +38,10 @@ _EXPORT_AGAIN = "export the checkpoint again, with hf_quant_config.json"
 def find_kv_method(
     quantization: Mapping[str, object], release: Release, *, beside: object = None
 ) -> KvMethod | None:
-    """Find the method that loads KV scales, after the checks that vLLM makes for every model.
+    """Find the method that loads KV scales; None if the config names none.
 
-    `beside` is the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
-
-    Returns:
-        The method; None if the config names none: the model is loaded unquantized.
-
-    Raises:
-        Refusal: vLLM does not start with this config.
+    `Refusal` is raised by the checks that vLLM makes for every model. `beside` is the content of
+    `hf_quant_config.json`, which lists the layers of a mixed precision.
     """
     method = name_method(quantization, release)
     if not method:

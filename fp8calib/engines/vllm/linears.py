@@ -154,10 +154,7 @@ class VllmReader(LinearReader):
         if group.kind == "experts":
             is_left_out |= any(entry.startswith(f"{group.path}.") for entry in entries)
         if not is_left_out and (group.kind == "experts" or not covers_parts(group, is_excluded)):
-            why = (
-                f"the Quark config excludes no {group.path}, as vLLM calls it (AttributeError: no "
-                "layer_type_quant_config)"
-            )
+            why = f"the Quark config excludes no {group.path} (AttributeError)"
             raise Refusal(why, fix="exclude it by this name, or export with Quark 0.13")
 
     def _covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:

@@ -115,12 +115,9 @@ def find_loader(model_type: str, release: Release) -> LoaderKind:
 class WeightLoader:
     """The loader of one model, made from the names in its checkpoint.
 
-    Args:
-        context: the checkpoint.
-        method: what creates the parameters for scales; None where the model is loaded unquantized:
-            names are not mapped, and few are ignored.
-        places: the layers of the `Attention` modules that have such parameters, by path.
-        release: whose rules hold.
+    `method` creates the parameters for scales; without one the model is loaded unquantized: names
+    are not mapped, and few are ignored. `places` are the layers of the `Attention` modules that
+    have such parameters, by path.
     """
 
     def __init__(

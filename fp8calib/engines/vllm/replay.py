@@ -69,14 +69,9 @@ _NEEDS_FLASH_ATTENTION = (
     "largest of a layer serves all its heads"
 )
 # Run: vLLM 0.26.0 on an H100, "For FP8 input, output must have dtype BF16".
-_STOPS_IN_FLOAT16 = (
-    "in float16, FlashAttention 3 stops at an FP8 cache, and it is Hopper's first choice: serve it "
-    "with --dtype bfloat16"
-)
+_STOPS_IN_FLOAT16 = "in float16 FlashAttention 3 stops at an FP8 cache: use --dtype bfloat16"
 _CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"
-_CALCULATES = (
-    "with --calculate-kv-scales the scales are those of the first batch, not those of the file"
-)
+_CALCULATES = "with --calculate-kv-scales the scales are those of the first batch, not of the file"
 _EXPANDED = "vLLM caches this model's K and V expanded to heads, but the scales are for the latents"
 _EXPANDED_FIX = "serve it with --kv-cache-dtype auto, or without scales"
 _POOLING = LoadVerdict(
@@ -93,10 +88,7 @@ _NVFP4 = (
 _TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
 _DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
-_UNCHANGED = (
-    "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
-    "the e4m3fn cache of any other device"
-)
+_UNCHANGED = "compressed-tensors' method uses it unchanged: twice too large but on AMD gfx94x"
 _LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
 _LARGEST_FIX = "write a kv-overlay, with one scale per layer"
 _DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
@@ -137,10 +129,8 @@ def replay_vllm(
 ) -> EngineReport:
     """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks.
 
-    Conditions of GPUs and their backends do not apply to other devices.
-
-    Raises:
-        Refusal: vLLM does not start.
+    Conditions of GPUs and their backends do not apply to other devices. `Refusal` is raised where
+    vLLM does not start.
     """
     # Since its backend for transformers' classes has parameters for KV scales, a release may run a
     # model whose own class came later.
@@ -273,10 +263,7 @@ class _Replay:
         if stored is not None:
             return judge_number(require_scalar(stored, "vLLM"), str(stored))
         if k is not None and k.name.endswith(".kv_scale"):
-            why = (
-                f"{k} becomes k_scale, and compressed-tensors' method does not copy it to v_scale, "
-                "so it uses 1.0"
-            )
+            why = f"{k} becomes k_scale, and compressed-tensors' method uses 1.0 for v"
             fix = "store it as k_scale and as v_scale"
             return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
         return self._context.judge_absent((index, role), why=_IGNORED[0], fix=_IGNORED[1])
@@ -359,10 +346,9 @@ class _Replay:
             why = f"{owner}, which has no parameters for scales, so it uses 1.0"
             return why, "use vLLM 0.30 or later"
         turns_on = self._is_compressed and self._has_scheme
-        if self._release.has(_PLAIN_CACHES, self._geometry.model_type) and not turns_on:
-            why = (
-                f"vLLM's {self._geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"
-            )
+        model_type = self._geometry.model_type
+        if self._release.has(_PLAIN_CACHES, model_type) and not turns_on:
+            why = f"vLLM's {model_type} caches 16 bits whatever --kv-cache-dtype says"
             return why, "write a kv-overlay: its kv_cache_scheme makes the cache FP8"
         return None
 
@@ -391,10 +377,7 @@ class _Replay:
         users = "only backends of GPUs use it"
         if on_gpus:
             gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
-            users = (
-                "backends that quantize the query use it (FlashAttention 3, FlashInfer, Triton "
-                f"on {gpus}), others do not"
-            )
+            users = f"used if q is quantized (FlashAttention 3, FlashInfer, Triton on {gpus})"
         for what, found in self._context.optional.items():
             bad = [stored for stored in found if not all(map(is_scale, stored.values))]
             if bad:
@@ -418,11 +401,8 @@ class _Replay:
             report = report.model_copy(update={"weights": verdict})
         for path in (name.removesuffix(".weight") for name in names if "conv" in name):
             if not any(matches_target(target, path) for target in self._excluded):
-                why = (
-                    f"the Quark config excludes no {shorten(path)}, a convolution, for which vLLM "
-                    "has no scheme; `fp8calib vllm check` asks its loader"
-                )
-                return report.add(unknown=[why])
+                why = f"Quark's config excludes no {shorten(path)}: vLLM has no such convolution"
+                return report.add(unknown=[f"{why}; `fp8calib vllm check` asks its loader"])
         return report
 
 
@@ -430,9 +410,6 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
     """Replay loading on CPUs (0.32.0 `v1/attention/backends/cpu_attn.py`, run).
 
     The largest per-head scale of a layer's heads on a rank serves all of them.
-
-    Raises:
-        Refusal: vLLM does not start.
     """
     stored = match_to_layers(
         geometry, (each for held in folder.scales.values() for each in held.values())

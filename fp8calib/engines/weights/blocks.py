@@ -176,10 +176,7 @@ def _judge_fused(
     if split is None:
         return None
     where = f" on each of {tp} ranks" if tp > 1 else ""
-    why = (
-        f"{split[0]} has {split[1]} outputs{where}, no multiple of {length}, and is fused with "
-        "projections whose blocks then begin elsewhere"
-    )
+    why = f"{split[0]} has {split[1]} outputs{where}, no multiple of {length}, and is fused"
     fix = _FIX if tp == 1 else _RANKS_FIX
     if engine == "sglang" or not is_autofp8:
         return Finding(status=Status.REFUSED, why=why, fix=fix)

@@ -170,10 +170,8 @@ def read_compressed_group(
             if is_usual and {scheme.is_mx, "exponents" in weights + inputs} == {form == MX_FORMAT}:
                 found = scheme
     if found is None:
-        raise Unjudged(
-            f"weights in {weights} with inputs in {inputs} and format {form!a:.40} are of no form "
-            "that is known"
-        )
+        whole = f"weights in {weights} with inputs in {inputs} and format {form!a:.40}"
+        raise Unjudged(f"{whole} are of no form that is known")
     return found
 
 

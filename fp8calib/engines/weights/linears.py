@@ -277,11 +277,9 @@ def _group_experts(
 ) -> Iterator[tuple[str, Sequence[StoredLinear]]]:
     """Group the experts of each layer by path, each with all projections that any expert has.
 
-    Args:
-        experts: the path of the layer's experts, the number and the projection of each linear.
-        counts: how many experts the model has, by path.
-        beside: all tensors of the checkpoint.
-        sizes: the shapes of projections that are stored packed.
+    `experts` are the path of the layer's experts, the number and the projection of each linear;
+    `counts` how many experts the model has, by path;
+    `sizes` the shapes of projections that are stored packed.
     """
     numbers: dict[str, dict[int, None]] = defaultdict(dict)
     shapes: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)

@@ -79,13 +79,8 @@ class LinearReader(ABC):
     """Finds the scheme by which an engine creates each linear of a folder.
 
     Each engine has a subclass, which matches paths of modules with the config's lists as it does.
-
-    Args:
-        folder: the checkpoint. For a multimodal model, paths of its text part are compared in every
-            spelling, because engines map them to their own.
-        section: the quantization config that the engine uses; empty if there is none.
-        geometry: the model's.
-        release: the release of the engine whose rules are followed.
+    For a multimodal model, paths of its text part are compared in every spelling, because engines
+    map them to their own. `section` is the quantization config that the engine uses.
     """
 
     engine: str
@@ -153,19 +148,12 @@ class LinearReader(ABC):
 
         Other methods may name codes and scales in another way, so that not all of their linears
         are found among the tensors.
-
-        Raises:
-            Unjudged: it is not read.
         """
         if tensors and self.method not in ("", *_KNOWN) and not self.method.startswith("modelopt"):
             self._require_finder()
 
     def find_scheme(self, group: LinearGroup) -> Found:
-        """Find the scheme by which the engine creates a group.
-
-        Raises:
-            Refusal: the engine does not start, or that cannot be told.
-        """
+        """Find the scheme by which the engine creates a group; `Refusal` where it does not."""
         if group.state == "plain":
             return Unquantized(why="the engine's class creates it without the config")
         return self.find_configured(self._name_as_listed(group))
@@ -252,11 +240,10 @@ class LinearReader(ABC):
         }
         if len(found) > 1:
             joined = name_fused_group(group.members[0].module)
-            raise Refusal(
-                f"{joined} becomes one weight, and its projections have several quant_algo "
-                f"({', '.join(sorted(found))}): ValueError",
-                fix=_PART_FIX,
+            why = (
+                f"{joined} becomes one weight, but has the quant_algo {' and '.join(sorted(found))}"
             )
+            raise Refusal(f"{why} (ValueError)", fix=_PART_FIX)
         return found.pop() if found else ""
 
     def _require_finder(self) -> FindScheme:
@@ -311,16 +298,12 @@ class LinearReader(ABC):
     def _find_class_target(self, group: LinearGroup) -> str | None:
         """Give the target `Linear` if the config has it; the output layer is not of that class.
 
-        Raises:
-            Unjudged: a target is another class, which engines compare with classes of their own.
+        Another class is not judged: engines compare it with classes of their own.
         """
         for target in self.targets:
             is_known = target == "Linear" or "." in target or target.endswith("Attention")
             if not is_known and not target.startswith("re:"):
-                why = (
-                    f"which linears the target {target!a:.40} means is not known: it is no path, "
-                    "nor the class Linear"
-                )
+                why = f"the target {target!a:.40} is neither a path nor the class Linear"
                 raise Unjudged(why, fix=_TARGET_FIX)
         return "Linear" if group.kind != "head" and "Linear" in self.targets else None
 
@@ -332,11 +315,8 @@ class LinearReader(ABC):
         ]
         found = [self.targets.get(each or "") for each in targets]
         if any(each != found[0] for each in found[1:]):
-            raise Refusal(
-                f"the projections of {probe.path} are in several config groups (ValueError: All "
-                "MoE projections need to have same quantization scheme)",
-                fix=_PART_FIX,
-            )
+            why = f"the projections of {probe.path} are in several config groups (ValueError)"
+            raise Refusal(why, fix=_PART_FIX)
         return targets[0]
 
     def _require_mx(self, form: str, group: LinearGroup, error: str) -> None:
@@ -363,11 +343,8 @@ def covers_parts(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
     found = {matches(each.module) for each in group.members}
     if len(found) > 1:
         joined = name_fused_group(group.members[0].module)
-        raise Refusal(
-            f"{joined} becomes one weight in the engine, and only a part of it is quantized by the "
-            "config (ValueError)",
-            fix=_PART_FIX,
-        )
+        why = f"{joined} becomes one weight, and the config quantizes a part of it (ValueError)"
+        raise Refusal(why, fix=_PART_FIX)
     return found == {True}
 
 

@@ -73,13 +73,7 @@ def locate_tensors(folder: ScaleFolder, *, prefers_single: bool = False) -> Loca
 
 
 class OpenedWeights:
-    """The weights in the files that an engine opens.
-
-    Args:
-        folder: the checkpoint.
-        geometry: the model's.
-        stats: of the unquantized model, if there are any.
-    """
+    """The weights in the files that an engine opens; `stats` are of the unquantized model."""
 
     def __init__(
         self, folder: ScaleFolder, geometry: ModelGeometry, stats: CalibrationStats | None = None
