@@ -66,14 +66,9 @@ class Launch:
         revision: str | None = None,
         trusts_code: bool = False,
     ) -> str:
-        """Give the whole command line, quoted for a shell.
+        """Give the whole command line that serves a model on `tp` ranks, quoted for a shell.
 
-        Args:
-            model: a checkpoint folder.
-            has_kv: whether the KV cache is quantized.
-            tp: the number of ranks.
-            revision: that of a model on the Hub.
-            trusts_code: whether the code of the checkpoint is run.
+        `trusts_code`: the code of the checkpoint is run.
         """
         parts = [self.command, shlex.quote(model)]
         parts += ["--revision", shlex.quote(revision)] if revision is not None else []
@@ -155,12 +150,9 @@ class Engine:
     def list_backends(
         self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int] = ()
     ) -> tuple[str, ...]:
-        """List backends that store a cache type, in the engine's order of preference.
+        """List backends that store a type of the KV cache, in the engine's order of preference.
 
-        Args:
-            cache_type: the value of --kv-cache-dtype.
-            gpu: the one that serves; None for any.
-            head_sizes: of the model.
+        Without a GPU those of any; `head_sizes` are the model's.
         """
         places = GENERATIONS if gpu is None else (gpu.generation,)
         known = [each for place in places for each in self.storage.get((cache_type, place), ())]

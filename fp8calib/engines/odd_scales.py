@@ -296,11 +296,8 @@ def _compare_places(
 ) -> str | None:
     """Say how scales differ from those of amax; None where their shape cannot be compared.
 
-    Args:
-        found: the largest values that they stand for.
-        amax: what outputs and inputs reach.
-        block: its outputs and inputs.
-        shared: what the linears reach that an engine joins, which may have one scale.
+    They stand for largest values of `found`; `amax` is what outputs and inputs reach, and `shared`
+    what the linears reach that an engine joins, which may have one scale.
     """
     if found.size == 1:
         return _compare_number(found.item(), float(amax[0].max()), shared)

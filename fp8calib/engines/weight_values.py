@@ -107,12 +107,10 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
 def _examine(
     file: TensorFile, name: str, entry: TensorEntry, progress: Progress
 ) -> tuple[str, int, float]:
-    """Describe the NaN and infinities of a tensor, and count rows of zeros and clipped codes.
+    """Describe the NaN and infinities of a tensor, and count the rows of zeros of a matrix.
 
-    Returns:
-        The fault (empty if all values are finite); the number of rows of zeros of a matrix; the
-        share of codes of 448 in a matrix of e4m3fn. The share is 0 if the code of 416 is nearly as
-        frequent (nothing is clipped) or absent (the matrix is ternary).
+    The last number is the share of codes of 448 in a matrix of e4m3fn; 0 if the code of 416 is
+    nearly as frequent (nothing is clipped) or absent (the matrix is ternary).
     """
     dtype = TORCH_DTYPES[entry.dtype]
     itemsize = dtype.itemsize
