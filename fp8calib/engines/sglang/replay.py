@@ -290,7 +290,7 @@ def _is_passed(stored: FoundScale, model_type: str, *, asserts: bool) -> bool:
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
 
 
-_LATENTS = "SGLang stores latents unscaled, but TRT-LLM and FlashMLA multiply logits by k_scale"
+_LATENTS = "SGLang stores latents unscaled; TRT-LLM and FlashMLA multiply the logits by k_scale"
 _LATENTS_FIX = "serve it without scales, or with scales of 1.0"
 _SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
 _NEWER_FIX = "serve it with a newer release, or without scales"

@@ -13,7 +13,6 @@ from inspect import signature
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.declared import amend_for_dtype
@@ -46,10 +45,8 @@ from fp8calib.formats.fp8.weights import (
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry
 from fp8calib.model.module_paths import span_experts, split_expert
-from fp8calib.numerics.schemes import MX_BLOCK
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
-_LARGEST_EXPONENT = 254
 _RENAMED_SCALES = ("scale", "qscale_weight")
 """What transformers 5.23 renames to weight_scale_inv (quantizers/quantizer_finegrained_fp8.py)."""
 _CONFIG_FIX = "write the quantization_config of kv-overlay"
@@ -128,8 +125,6 @@ class _Report:
             if report.weights is None and (fault := next(faults, None)):
                 verdict = LoadVerdict(status=status, why=fault, fix=_WEIGHT_FIX)
                 report = report.model_copy(update={"weights": verdict})
-        if report.weights is None and (finer := next(self._list_finer(), None)):
-            report = report.add(unknown=[finer])
         # The last, because it decompresses the weights.
         is_quantized = bool(self._folder.config.get("quantization_config"))
         if is_quantized and (error := find_run_error(loaded.model)):
@@ -221,17 +216,11 @@ class _Report:
         scheme = getattr(module, "quantization_scheme", None)
         is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
         has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
-
-        def read() -> torch.Tensor:
-            with TensorFile(self._folder.path / self._loaded.read[name]) as opened:
-                return opened.read(name).double()
-
         if parameter is None or len(entry.shape) != 2:
             pass
         elif is_float and has_exponents is stored.is_floating_point and parameter.dtype != stored:
             kind = "exponents" if has_exponents else "floats"
-            if not has_exponents or not _are_exponents(read()):
-                yield f"{text}: transformers takes its values for {kind}"
+            yield f"{text}: transformers takes its values for {kind}"
         elif stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
             yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
         elif parameter.dtype is torch.float8_e4m3fn and stored is not parameter.dtype:
@@ -241,9 +230,7 @@ class _Report:
                 cast = "casts its values to float8_e4m3fn, where those above 448 are NaN"
                 yield f"{text}: transformers {cast}"
         if self._is_mx and is_linear_scale(name) and entry.dtype not in EXPONENT_DTYPES:
-            is_power = stored.is_floating_point and (torch.frexp(read()).mantissa == 0.5).all()
-            if not is_power:
-                yield f"{text}: transformers takes its values for scales"
+            yield f"{text}: transformers takes its values for scales"
 
     def _list_scaling_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:
         """List an FP8 weight that is multiplied by no scale, or another one that is by a scale."""
@@ -274,24 +261,8 @@ class _Report:
             return
         for size, number, width in zip(weight.shape, scale, block, strict=True):
             is_cut = number > 1 and number == -(-size // width) and bool(size % width)
-            is_other = number * width != size and not _is_finer(size, number, width)
-            if is_other if self._is_mx else is_cut:
+            if number * width != size if self._is_mx else is_cut:
                 yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
-
-    def _list_finer(self) -> Iterator[str]:
-        """List exponents of MXFP8 for smaller blocks: right on a CPU, if they are what is meant.
-
-        On a GPU transformers 5.23 has a parameter of another shape (FP8Linear, read).
-        """
-        tensors = self._context.tensors
-        for name in self._stored if self._is_mx else ():
-            weight, scale = tensors.get(name.removesuffix("_scale_inv")), tensors[name]
-            if not name.endswith(".weight_scale_inv") or weight is None or len(scale.shape) != 2:
-                continue
-            size, number = weight.shape[-1], scale.shape[-1]
-            if _is_finer(size, number, MX_BLOCK[1]):
-                why = "a CPU computes with blocks of that size, and a GPU stops"
-                yield f"{shorten(name)} has scales for blocks of {size // number}: {why}"
 
     def _list_joined_faults(self) -> Iterator[str]:
         """List the experts that transformers joins in one tensor without a scale for each of them.
@@ -316,13 +287,3 @@ class _Report:
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:
     """Check whether files hold more than scales: those of a model whose weights are elsewhere."""
     return any(len(entry.shape) > 1 and 0 not in entry.shape for entry in entries)
-
-
-def _are_exponents(values: torch.Tensor) -> bool:
-    """Check whether floats are exponents of MXFP8 as they are stored, which a cast keeps."""
-    return bool(((values == values.round()) & (values >= 1) & (values <= _LARGEST_EXPONENT)).all())
-
-
-def _is_finer(size: int, number: int, width: int) -> bool:
-    """Tell whether there are several scales for each block that is meant, and all are as wide."""
-    return number > size // width and size % number == 0 and number * width % size == 0

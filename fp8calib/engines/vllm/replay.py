@@ -69,7 +69,7 @@ _NEEDS_FLASH_ATTENTION = (
     "largest of a layer serves all its heads"
 )
 # Run: vLLM 0.26.0 on an H100, "For FP8 input, output must have dtype BF16".
-_STOPS_IN_FLOAT16 = "in float16 FlashAttention 3 stops at an FP8 cache: use --dtype bfloat16"
+_STOPS_IN_HALF = "in float16 FlashAttention 3 stops at an FP8 cache: serve it with --dtype bfloat16"
 _CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"
 _CALCULATES = "with --calculate-kv-scales the scales are those of the first batch, not of the file"
 _EXPANDED = "vLLM caches this model's K and V expanded to heads, but the scales are for the latents"
@@ -88,7 +88,7 @@ _NVFP4 = (
 _TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
 _DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
-_UNCHANGED = "compressed-tensors' method uses it unchanged: twice too large but on AMD gfx94x"
+_UNCHANGED = "vLLM uses it unchanged: right on AMD gfx94x alone, else twice too large"
 _LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
 _LARGEST_FIX = "write a kv-overlay, with one scale per layer"
 _DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
@@ -208,7 +208,7 @@ class _Replay:
             self._problems.append(_NEEDS_FLASH_ATTENTION)
         if context.scales and method is not None:
             if on_gpus and self._dtype == "float16":
-                self._problems.append(_STOPS_IN_FLOAT16)
+                self._problems.append(_STOPS_IN_HALF)
             if self._release.has(_CALCULATES_EXISTS):
                 self._problems.append(_CALCULATES)
         if any(context.optional.values()) and method not in (None, KvMethod.NONE):
