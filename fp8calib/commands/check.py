@@ -161,7 +161,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
     for engine in result.engines.values():
         title = f"{engine.engine} {engine.version}: {engine.summary}"
         is_used = all(each.status is Status.USED for each in engine.slots.values())
-        if engine.loads_without_kv or (is_used and not is_full):
+        if engine.loads_without_kv or (is_used and not (is_full and engine.layers)):
             yield Line(title)
         else:
             columns = ["layers", "", "what", "value", "why"]

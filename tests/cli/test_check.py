@@ -122,9 +122,8 @@ def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path
 
     report = check(9, tmp_path / "model")
 
-    for name, engine in report["engines"].items():
-        assert statuses(report, name) == {"unknown"}
-        assert len(engine["layers"]) == 2
+    for engine in report["engines"].values():
+        assert (engine["status"], engine["layers"]) == ("unknown", [])
         assert "its layers are not understood" in engine["unknown"][0]
     assert "fp8calib vllm check" in report["engines"]["vllm"]["unknown"][0]
 

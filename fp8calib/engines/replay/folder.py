@@ -15,8 +15,6 @@ from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.locations import refuse_external_link
 from fp8calib.checkpoint.model_config import (
     CONFIG_NAME,
-    LAYER_COUNTS,
-    MAX_LAYERS,
     MODELOPT_CONFIG_NAME,
     find_dtype,
 )
@@ -25,8 +23,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
 from fp8calib.errors import ModelError, cut_list, shorten
 from fp8calib.formats.kv.parse_names import ScaleName, is_probability_scale, parse_name
 from fp8calib.formats.metadata import DTYPE_KEY
-from fp8calib.model.drafters import count_layers
-from fp8calib.model.geometry import Attention, Layer, ModelGeometry
+from fp8calib.model.geometry import ModelGeometry
 
 _MAX_SCALE_BYTES = 1 << 20
 """No model has so many heads: a larger tensor is not a scale and is not read."""
@@ -233,23 +230,11 @@ def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
 
 
 def make_stand_in_geometry(model: ScaleFolder) -> ModelGeometry:
-    """Make a shape with the model's number of layers, for a model that is not understood.
-
-    Each layer has one head of one element.
-    """
-    counts = (count_layers(model.config), *(model.config.get(key) for key in LAYER_COUNTS))
-    known = (each for each in counts if isinstance(each, int) and 0 < each <= MAX_LAYERS)
+    """Make the shape of a model that is not understood: it has no layers."""
     named = model.config.get("architectures")
-    heads = {"num_heads": 1, "num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1}
-    layers = []
-    for index in range(next(known, 1)):
-        names = {"module": str(index), "checkpoint_module": str(index)}
-        attention = Attention(kind="heads", **names, **heads)
-        layer = {"module": "", "mixer": "unknown", "linears": ()}
-        layers.append(Layer(index=index, attention=attention, **layer))
     return ModelGeometry(
         architecture=str(named[0]) if isinstance(named, list) and named else "",
         model_type=str(model.config.get("model_type")),
         checkpoint_dtype=find_dtype(model.config),
-        layers=tuple(layers),
+        layers=(),
     )

@@ -117,7 +117,8 @@ class EngineReport(Frozen):
     @property
     def status(self) -> Status | None:
         """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
-        if self.layers and all(each.k.status is Status.UNKNOWN for each in self.layers):
+        is_unread = all(each.k.status is Status.UNKNOWN for each in self.layers)
+        if self.unknown and is_unread and self.weights is None:
             return Status.UNKNOWN
         judged = self.model_copy(update={"unknown": ()})
         return Status.UNKNOWN if self.unknown and judged.ok else None
