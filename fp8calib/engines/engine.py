@@ -174,15 +174,11 @@ class Engine:
         """Say why a GPU does not serve a type of the KV cache; empty if it does."""
         if self.list_backends(cache_type, gpu, head_sizes):
             return ""
-        if unknown := set(head_sizes).difference(HEAD_SIZES):
-            sizes = " or ".join(map(str, sorted(unknown)))
-            return f"whether {self.release} stores heads of {sizes} was not asked"
-        if self.list_backends(cache_type, gpu):
-            sizes = " or ".join(map(str, sorted(head_sizes)))
-            return f"{self.release} does not store it for heads of {sizes} on {gpu.title}"
-        others = join_generations(self.list_generations(cache_type))
+        sizes = " or ".join(map(str, sorted(head_sizes)))
+        heads = f" for heads of {sizes}" if self.list_backends(cache_type, gpu) else ""
+        others = join_generations(self.list_generations(cache_type, head_sizes))
         where = f", but on {others}" if others else ""
-        return f"{self.release} does not store it on {gpu.title}{where}"
+        return f"{self.release} is not known to store it{heads} on {gpu.title}{where}"
 
     def list_unmultiplied(self, gpu: Gpu) -> frozenset[str]:
         """List which of `fp8` and `mxfp8` a GPU cannot multiply: inputs then stay in 16 bits."""

@@ -41,8 +41,8 @@ def test_release_serves_a_type_with_these_backends(
 @pytest.mark.parametrize(
     ("cache_type", "gpu", "size", "part"),
     [
-        ("fp8", "h100", 24, "whether vLLM 0.33.0 stores heads of 24 was not asked"),
-        ("nvfp4", "h100", 64, "vLLM 0.33.0 does not store it for heads of 64 on H100 (sm_90)"),
+        ("fp8", "h100", 24, "vLLM 0.33.0 is not known to store it for heads of 24 on H100 (sm_90)"),
+        ("nvfp4", "h100", 64, "is not known to store it for heads of 64 on H100 (sm_90)"),
         ("int8_per_token_head", "h100", 64, ""),
     ],
 )
