@@ -60,7 +60,7 @@ def find_first_fault(geometry: ModelGeometry, tensors: Tensors, *, has_linears: 
     of linears and experts are compared only where `has_linears`.
     """
     if absent := next(_list_absent(geometry, tensors), ""):
-        return f"the checkpoint is incomplete: by its config.json it lacks {shorten(absent)}"
+        return f"the checkpoint is incomplete: it lacks {shorten(absent)}, which config.json means"
     for name, found, shape in _list_misfits(geometry, tensors):
         is_linear = name in geometry.matrices or split_expert(name.rpartition(".")[0]) is not None
         if has_linears or not is_linear:
