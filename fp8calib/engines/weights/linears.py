@@ -278,8 +278,7 @@ def _group_experts(
     """Group the experts of each layer by path, each with all projections that any expert has.
 
     `experts` are the path of the layer's experts, the number and the projection of each linear;
-    `counts` how many experts the model has, by path;
-    `sizes` the shapes of projections that are stored packed.
+    `counts` how many experts the model has, by path; `sizes` the shapes of packed projections.
     """
     numbers: dict[str, dict[int, None]] = defaultdict(dict)
     shapes: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)
