@@ -118,6 +118,19 @@ def test_a_folder_that_holds_anything_else_is_refused_even_with_force(
     assert _list_tree(tmp_path) == before
 
 
+def test_force_stays_in_a_folder_that_holds_what_json_printed(tmp_path: Path) -> None:
+    """Of other JSON files the folder is another program's."""
+    _write(tmp_path, text="old")
+    (tmp_path / "printed.json").write_text('{"schema_version": 1, "passed": true}')
+    _write(tmp_path, force=True)
+    assert _list_tree(tmp_path)["tree/leaf"] == "new"
+    for name, text in (("printed.txt", '{"schema_version": 1}'), ("own.json", "[1]")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError, match=f"does not write: {name}"):
+            _write(tmp_path, force=True)
+        (tmp_path / name).unlink()
+
+
 def test_force_leaves_an_owned_entry_that_the_run_does_not_write(tmp_path: Path) -> None:
     path = tmp_path / "out"
     _write(path, text="old")
