@@ -27,6 +27,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.status import Status
+from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.errors import (
     Fp8CalibError,
     ModelError,
@@ -185,10 +186,13 @@ def open_candidate(
         )
     if not (path.is_dir() and is_fp8_checkpoint(path)):
         table = _read_scales(name, path, target)
-        if path.is_dir() and target.checkpoint.has_weights:
-            _check_weights(path, target)
         made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
-        return replace(made, origin=table.origin)
+        notes = list(made.notes)
+        if path.is_dir() and target.checkpoint.has_weights:
+            found = _check_weights(path, target)
+            if found and not target.checkpoint.form:
+                notes.append(f"only its KV scales are emulated, not its weights: {found}")
+        return replace(made, origin=table.origin, notes=tuple(notes))
     return _open_checkpoint(name, path, target)
 
 
@@ -274,15 +278,19 @@ def _check_model(name: str, origin: CalibrationOrigin | None, target: Target) ->
         check_origin(name, origin, target.fingerprint)
 
 
-def _check_weights(folder: Path, target: Target) -> None:
-    """Refuse an overlay whose weights or config are another model's."""
+def _check_weights(folder: Path, target: Target) -> str:
+    """Refuse an overlay whose weights or config are another model's; name a quantized weight."""
+    quantized = ""
     try:
         opened = Checkpoint.open(folder)
     except ModelError:
-        return  # no weights beside the scales: nothing to compare
+        return quantized  # no weights beside the scales: nothing to compare
     with opened as overlay:
         _check_config(overlay, target)
         for name, entry in overlay.tensors.items():
+            if len(entry.shape) > 1 and entry.dtype not in PLAIN_DTYPES:
+                quantized = quantized or f"{name} is {entry.dtype}"
+                continue
             own = target.checkpoint.tensors.get(name)
             if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
                 continue
@@ -294,6 +302,7 @@ def _check_weights(folder: Path, target: Target) -> None:
                     "another model",
                     hint="pass the model that the overlay was made from",
                 )
+    return quantized
 
 
 def _check_config(checkpoint: Checkpoint, target: Target) -> None:

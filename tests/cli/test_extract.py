@@ -188,6 +188,9 @@ def test_integers_and_fp4_get_scales_too(
     assert new.keys() - old.keys() == {"kv_cache_scheme"}
     assert stored_scales(out) == pytest.approx(expected_scales(calibrated), rel=1e-7)
     assert [statuses(out, engine) for engine in ("vllm", "sglang")] == [{"used"}] * 2
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    told = succeed("verify", BASE, "--scales", out, "--data", rows, "--seq-len", 16, "--json").json
+    assert any("only its KV scales are emulated" in text for text in told["warnings"])
 
 
 @pytest.mark.parametrize(
