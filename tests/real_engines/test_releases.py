@@ -43,9 +43,6 @@ from tests.real_engines.release_configs import (
     open_sglang_configs,
     open_vllm_configs,
 )
-from tests.real_engines.release_configs import (
-    CONFIGS as CLASSES,
-)
 from tests.real_engines.sglang_survey import MODELS, OTHERS, SPELLINGS, WRAPPERS, survey_release
 from tests.real_engines.vllm_sources import (
     COMPRESSED,
@@ -183,7 +180,7 @@ def test_linears_have_the_scheme_that_the_release_chooses(release: Release, name
             assert is_ruled or found in (expected, "unknown"), (section, path)
 
 
-CONFIGS: Mapping[str, object] = {
+SGLANG_CONFIGS: Mapping[str, object] = {
     "compressed-tensors": PER_TENSOR,
     "fp8": FP8,
     "modelopt": MODELOPT,
@@ -270,7 +267,7 @@ def test_a_class_and_its_parameters_are_there_from_their_release_on(
 
 @by_sglang_release
 def test_methods_have_parameters_from_their_release_on(release: Release, tmp_path: Path) -> None:
-    for method, config in CONFIGS.items():
+    for method, config in SGLANG_CONFIGS.items():
         folder = save_folder(tmp_path / method, spell("k_scale", "v_scale"), quantization=config)
         report = ask_release(release, folder)
         assert report.ok is (method in survey(release)["methods"]), method
@@ -288,13 +285,13 @@ def test_two_scales_of_zero(release: Release, tmp_path: Path) -> None:
 
 @by_sglang_release
 @pytest.mark.parametrize("lists_parts", [True, False])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_linears_of_sglang_have_the_scheme_that_the_release_chooses(
     release: Release, name: str, lists_parts: bool
 ) -> None:
     configs = open_sglang_configs(open_release(release), name)
     parts = PARTS if lists_parts else {}
-    for section in CLASSES[name]():
+    for section in CONFIGS[name]():
         for path in PATHS:
             whole = {**section, "packed_modules_mapping": parts}
             expected = configs.choose(name, whole, path)

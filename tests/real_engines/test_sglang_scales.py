@@ -140,10 +140,12 @@ TEXTS = [
 def test_sglangs_loader_returns_what_check_says(
     tmp_path: Path, loader: Loader, number: int, tp: int
 ) -> None:
+    """In float32, as attention uses them."""
     path = tmp_path / "scales.json"
     path.write_text(TEXTS[number])
     ranks = [dict(loader(str(path), rank, tp, 2, "llama")) for rank in range(tp)]
-    expected = {i: finite([float(rank.get(i, 1.0)) for rank in ranks]) for i in range(2)}
+    numbers = torch.tensor([[rank.get(i, 1.0) for rank in ranks] for i in range(2)])
+    expected = {i: finite(held) for i, held in enumerate(numbers.tolist())}
 
     report = ask_sglang_json(path, plain_geometry(), tp)
 
