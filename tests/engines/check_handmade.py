@@ -1,7 +1,5 @@
 """Checkpoint folders written by hand for `check`, and helpers for expected results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

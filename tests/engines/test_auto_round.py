@@ -1,7 +1,5 @@
 """What `check` says of auto-round's own format: the answers of vLLM 0.32.0, run on such files."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

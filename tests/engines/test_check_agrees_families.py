@@ -1,7 +1,5 @@
 """Where `check` says that transformers uses a family's scales, and nowhere else, it holds them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `check` says of transformers is what `from_pretrained` does, case by case."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

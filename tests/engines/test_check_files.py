@@ -1,7 +1,5 @@
 """Hostile and broken folders: a verdict or one clear error, whatever lies in them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -7,8 +7,6 @@ engine does with k and v of every layer. What vLLM itself answered for a plain L
 models' loaders.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `check` says of MXFP8, whole and damaged, in its three dialects."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Expected outcomes, as seen where SGLang's own loader was run."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ What the engine creates by the config is then cast without a scale, or memory th
 families were called ok before `check` knew what classes create.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

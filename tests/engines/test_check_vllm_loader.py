@@ -8,8 +8,6 @@ what is stored there for k_proj, and the beginning of the class that wraps it.
 `tests/real_engines/test_vllm_names.py` runs some of them again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What `check` says of FP8 weights beside their KV scales, by engine, form and number of ranks."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """What the model classes of engines create, as the files of facts have it."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8calib.engines.facts.classes import CreatedLinear, read_class_facts

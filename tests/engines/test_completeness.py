@@ -1,7 +1,5 @@
 """Checkpoints that lack tensors of the model, or whose config or index does not fit them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

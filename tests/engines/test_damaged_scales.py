@@ -1,7 +1,5 @@
 """Damages to the scales of many layers, with the statistics of the model and without."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Mapping

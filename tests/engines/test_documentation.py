@@ -1,7 +1,5 @@
 """The site's page on engines shows every record, and each has a meaning and a source."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS

@@ -1,7 +1,5 @@
 """Drafters stay in 16 bits unless they are asked for, and are judged like the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

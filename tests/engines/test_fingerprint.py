@@ -1,7 +1,5 @@
 """The fingerprint of KV scales as loaded: equal for equal numbers, whatever holds them."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What vLLM's kernels gave on an H100 is what is emulated (`tests/real_engines/gpu_job.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A release does not know a type of model that the transformers it demands does not know."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Numerics of engines: the plain rule by default, a source for whatever is not."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

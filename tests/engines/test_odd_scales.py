@@ -1,7 +1,5 @@
 """Scales that are far from what K, V and weights hold: named, and judged where there are stats."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

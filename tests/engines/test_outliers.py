@@ -1,7 +1,5 @@
 """Scales that do not belong among those of the other layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a release is added to the facts: with made-up packages of a made-up engine."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The engines that `check` and `verify` know, and what they say of those they cannot serve."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The releases of engines: how they are named, and what differs between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which of a folder's files vLLM opens, and in which order: as vLLM 0.32 did with each folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

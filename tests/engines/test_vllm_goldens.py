@@ -1,7 +1,5 @@
 """What `check` says of KV scales is what vLLM held after loading them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `check` says where the tensors of FP8 weights are not those of the form of the config."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

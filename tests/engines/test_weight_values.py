@@ -1,7 +1,5 @@
 """`check --read-weights`: NaN, infinity and rows of zeros, in every dtype of floats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -6,8 +6,6 @@ name in the attention layer (whole with a leading `/`), and what `check` says of
 `scripts/test-engines --record` writes it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The computations share no code with the product; only the opening of models does.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tiny models, opened for an emulation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A report as a 30-layer model would give it, with every part filled in."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is no linear of a decoder layer: its weights count, and what is not emulated is told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

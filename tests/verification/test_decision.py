@@ -1,7 +1,5 @@
 """The decision: the scale that was broken, whether scales are needed, what is recommended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

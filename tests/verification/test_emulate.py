@@ -1,7 +1,5 @@
 """`fp8calib.emulate`: a model in memory that computes as an engine does, and is as before after."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """SQNR, clipped and flushed shares of every site against numpy on tensors kept by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Candidate on a GPU, or on a simulated one, beside the CPU's."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

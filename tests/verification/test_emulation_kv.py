@@ -1,7 +1,5 @@
 """Emulated K, V and q against a plain forward whose cache was quantized by torch's casts."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Emulated weights and inputs against a copy of the model that was quantized by hand."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

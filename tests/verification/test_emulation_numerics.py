@@ -1,7 +1,5 @@
 """Each setting of an engine's numerics changes the emulation to what torch's casts give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

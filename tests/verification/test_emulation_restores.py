@@ -1,7 +1,5 @@
 """After an emulation the model is what it was: weights, hooks, attributes, interfaces, forward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

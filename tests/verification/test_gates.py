@@ -1,7 +1,5 @@
 """Verdicts by hand, and gate files good and bad."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a GPU serves of the types of the KV cache and of the schemes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

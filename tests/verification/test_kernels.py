@@ -1,7 +1,5 @@
 """The kernel of emulation, in Triton's interpreter, against torch's operations: bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics of a model in memory, verified on its folder, and the reverse: the same figures."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache

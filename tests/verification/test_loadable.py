@@ -1,7 +1,5 @@
 """What `verify` does not replay: a common unquantized model, which every release loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

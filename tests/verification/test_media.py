@@ -1,7 +1,5 @@
 """Verification on rows with media: the text is scored, whole or streamed."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

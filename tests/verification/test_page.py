@@ -1,7 +1,5 @@
 """The page as a file: what its HTML holds, what it escapes, that it asks nothing of any network."""
 
-from __future__ import annotations
-
 import math
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The page in a real browser, wide and narrow, light and dark: drawn whole, and readable."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 The emulated model is saved by transformers, which names and splits tensors as the source's file.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Softmax probabilities in FP8 against attention computed element by element."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

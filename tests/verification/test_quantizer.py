@@ -1,7 +1,5 @@
 """One tensor through FP8 and back: casts of torch and ml_dtypes, numpy, and numbers by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

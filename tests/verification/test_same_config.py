@@ -1,7 +1,5 @@
 """A checkpoint whose config computes something else is told from one that is stored otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Per-token scores against log_softmax of full logits that the whole model computed in one go."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Candidates that share a batch with the unquantized model: the figures of those one by one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Layers and drafters that read a KV cache which others write."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

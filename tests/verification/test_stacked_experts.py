@@ -1,7 +1,5 @@
 """Checkpoints that `quantize` wrote of stacked experts, in the place of a model's own weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A streamed comparison gives the numbers of the whole one, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

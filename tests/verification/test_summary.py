@@ -1,7 +1,5 @@
 """Summaries of token scores against numpy, a bootstrap over sequences, and numbers by hand."""
 
-from __future__ import annotations
-
 import math
 import sys
 

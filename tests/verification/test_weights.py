@@ -1,7 +1,5 @@
 """Which weights belong together, and weights taken from an FP8 checkpoint that was made by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
