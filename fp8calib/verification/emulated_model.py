@@ -101,7 +101,7 @@ def emulate(
             checkpoint.hold()
         for note in made.notes:
             warnings.warn(f"{made.name}: {note}", Fp8CalibWarning, stacklevel=3)
-        hooks = EmulationHooks(made.quantizers, made.reads)
+        hooks = EmulationHooks(made)
         stack.enter_context(emulated(prepared, made, hooks))
         stack.enter_context(_open_cache_hooks(model, prepared.geometry, hooks))
         _EMULATED.add(model)

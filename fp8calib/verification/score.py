@@ -101,11 +101,9 @@ def score(
         before, done = done, done + tokens
         progress.advance(done // share - before // share)
 
-    models = [(Candidate(name=_REFERENCE), hooks or EmulationHooks({}))]
-    models += [
-        (each, (each.make_hooks or EmulationHooks)(each.quantizers, each.reads))
-        for each in candidates
-    ]
+    reference = Candidate(name=_REFERENCE)
+    models = [(reference, hooks or EmulationHooks(reference))]
+    models += [(each, (each.make_hooks or EmulationHooks)(each)) for each in candidates]
     scored: list[list[TokenScores]] = []
     num_seen, looked_at = 0, time.monotonic()
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
@@ -140,13 +138,13 @@ def score(
 
         run_streamed(model, models, batches, advance, add, vocab_size)
     look()
-    reference, *others = join_scores(scored, torch.device("cpu"))
+    first, *others = join_scores(scored, torch.device("cpu"))
     damage = {
         candidate.name: {site: sums.cpu() for site, sums in own.damage.items()}
         for candidate, own in models[1:]
     }
     return Scores(
-        reference=reference,
+        reference=first,
         candidates=dict(zip(damage, others, strict=True)),
         damage=damage,
         weight_scales={candidate.name: own.weight_scales for candidate, own in models[1:]},

@@ -31,6 +31,7 @@ from fp8calib.model.topology import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from scripts.benchmarks.options import make_parser
@@ -216,7 +217,7 @@ def count_emulation(
     A padded batch has two.
     """
     decoder, attentions = Decoder(model), geometry.owners()
-    hooks = EmulationHooks(quantizers)
+    hooks = EmulationHooks(Candidate(quantizers=quantizers))
 
     def make_batch() -> Batch:
         return _make_batch(model, 0, seq_len, is_padded=is_padded)

@@ -187,7 +187,7 @@ def emulate(
     subject: Subject, emulation: Candidate, *batches: Batch, hooks: EmulationHooks | None = None
 ) -> list[torch.Tensor]:
     """Run batches through the product's emulation."""
-    hooks = hooks or EmulationHooks(emulation.quantizers, emulation.reads)
+    hooks = hooks or EmulationHooks(emulation)
     with emulated(subject.prepared, emulation, hooks) as run:
         return [run(batch) for batch in batches]
 

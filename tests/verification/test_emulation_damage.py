@@ -92,7 +92,7 @@ def keep_kv(subject: Subject, scales: Mapping[Site, float] | None) -> dict[Site,
 def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     """K clips and V flushes; the padding of three sequences counts nowhere."""
     quantizers = emulate_kv(make_table(llama, SCALES), PLAIN)
-    hooks = EmulationHooks(quantizers)
+    hooks = EmulationHooks(Candidate(quantizers=quantizers))
     emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
     made = Candidate(name="it", quantizers=quantizers)
     rows = list_layers(made, hooks.damage, {}, {}, llama.geometry.index_modules())
@@ -158,7 +158,7 @@ def test_inputs_are_measured_where_tokens_stand(
         model.get_input_embeddings().weight[0] *= 1e3  # the token that pads
     with opened(model, tmp_path / "m") as subject:
         emulation = emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN)
-        hooks = EmulationHooks(emulation.quantizers)
+        hooks = EmulationHooks(emulation)
         assert emulate_module.FLUSH_STRIDE == 8
         with patch.object(emulate_module, "FLUSH_STRIDE", stride):
             emulate(subject, emulation, PADDED, hooks=hooks)

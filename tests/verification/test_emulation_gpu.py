@@ -100,11 +100,11 @@ def test_k_and_v_are_quantized_together_on_a_gpu() -> None:
     }
     for shapes in (((1, 2, 5, 8), (1, 2, 5, 8)), ((1, 2, 5, 8), (1, 2, 5, 4))):
         tensors = [torch.randn(*shape) * 30 for shape in shapes]
-        on_cpu = EmulationHooks(quantizers)
+        on_cpu = EmulationHooks(Candidate(quantizers=quantizers))
         expected = on_cpu.on_kv(attention, *tensors)
         on_cpu.end_batch()
         with gpu():
-            hooks = EmulationHooks(quantizers)
+            hooks = EmulationHooks(Candidate(quantizers=quantizers))
             found = [x.cpu() for x in hooks.on_kv(attention, *(x.cuda() for x in tensors))]
             hooks.end_batch()
             damage = {site: total.cpu() for site, total in hooks.damage.items()}

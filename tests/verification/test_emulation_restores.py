@@ -82,7 +82,7 @@ def test_an_emulation_leaves_nothing_behind(subject: Subject, error: Any) -> Non
     if error is _Failing:
         first, second, *_ = emulation.weights
         emulation = Candidate(weights=(first, _Failing(second.parameters)))
-    hooks = EmulationHooks(emulation.quantizers)
+    hooks = EmulationHooks(emulation)
 
     def run_and_fail() -> None:
         with emulated(subject.prepared, emulation, hooks) as run:

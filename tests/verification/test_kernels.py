@@ -17,6 +17,7 @@ from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
 from fp8calib.verification.emulation import probabilities
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import (
     DamageSums,
@@ -194,7 +195,10 @@ def test_a_model_is_emulated_as_without_the_kernel(family: str, lengths: tuple[i
     answers = []
     for has_kernels in (True, False):
         with gpu(has_kernels=has_kernels):
-            decoder, hooks = Decoder(model.to("cuda:0")), EmulationHooks(quantizers)
+            decoder, hooks = (
+                Decoder(model.to("cuda:0")),
+                EmulationHooks(Candidate(quantizers=quantizers)),
+            )
             with open_emulation_hooks(model, geometry, hooks):
                 hooks.begin_batch(batch)
                 cache = HookedCache(decoder.config, geometry.owners(), (), hooks)

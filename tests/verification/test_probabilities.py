@@ -212,7 +212,7 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(
 def test_the_attention_of_every_family_is_reproduced(subject: Subject, batch: Any) -> None:
     """Windows, sinks, softcaps, groups of heads: with P as it is nothing changes."""
     decoder, seen = Decoder(subject.model), set()
-    hooks = EmulationHooks({})
+    hooks = EmulationHooks(Candidate())
 
     def attend(attention: Any, call: AttentionCall) -> Any:
         seen.add(attention.module)
@@ -239,7 +239,7 @@ def test_an_engine_that_casts_p_changes_the_model(subject: Subject) -> None:
         for _, attention in subject.geometry.attentions()
         if attention.kind == "heads"
     }
-    hooks = EmulationHooks(sites)
+    hooks = EmulationHooks(Candidate(quantizers=sites))
     (found,) = emulate(subject, Candidate(quantizers=sites), FULL, hooks=hooks)
     expected = plain_forward(subject.model, FULL)
     is_met = bool(sites) and subject.model.config.model_type not in WITHOUT_INTERFACE
@@ -249,7 +249,7 @@ def test_an_engine_that_casts_p_changes_the_model(subject: Subject) -> None:
 
 def test_a_model_with_other_attention_keeps_it(llama: Subject) -> None:
     attention = next(a for _, a in llama.geometry.attentions())
-    hooks = EmulationHooks({attention.site(Role.P): QUANTIZER})
+    hooks = EmulationHooks(Candidate(quantizers={attention.site(Role.P): QUANTIZER}))
     hooks.begin_batch(FULL)
     hooks.attend(attention, make_call())
     assert hooks.damage == {}

@@ -7,7 +7,7 @@ returns. What enters the cache is the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.model.geometry import Attention, Site
-from fp8calib.verification.emulation.candidate import Reads
+from fp8calib.model.geometry import Attention
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 _HINT = "leave out --decode"
 
@@ -46,8 +45,8 @@ class ServedHooks(EmulationHooks):
         VerificationError: a layer attends to others than its cache returned, or without a hook.
     """
 
-    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads | None = None) -> None:
-        super().__init__(quantizers, reads)
+    def __init__(self, candidate: Candidate) -> None:
+        super().__init__(candidate)
         self._stored: Any = WeakIdKeyDictionary()
         """The K that a cache returned -> K and V before; None if they were not changed."""
         self._queries: dict[str, torch.Tensor] = {}

@@ -34,7 +34,7 @@ class Candidate:
     """For K, V, q and inputs; other sites stay unquantized."""
     weights: tuple[WeightChange, ...] = ()
     reads: Reads = field(default_factory=dict)
-    make_hooks: Callable[[Mapping[Site, Quantizer], Reads], Any] | None = None
+    make_hooks: Callable[[Candidate], Any] | None = None
     """Makes the hooks of a plug-in, of a class that extends `EmulationHooks`."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""

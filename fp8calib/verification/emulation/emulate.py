@@ -7,7 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -25,7 +25,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.candidate import Candidate, Reads, blaming
+from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.fake_quantize import (
     DamageRow,
     DamageSums,
@@ -52,12 +52,11 @@ _REMEMBERED_INPUTS = 2
 class EmulationHooks:
     """Replaces the hooked tensors by quantized ones, and sums up the damage to each."""
 
-    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads | None = None) -> None:
-        self._quantizers = quantizers
-        self._reads = reads or {}
-        self.roles = frozenset(site.role for site in quantizers)
+    def __init__(self, candidate: Candidate) -> None:
+        self._quantizers, self._reads = candidate.quantizers, candidate.reads
+        self.roles = frozenset(site.role for site in candidate.quantizers)
         """The roles of the tensors that are seen, beside K and V."""
-        self.attends = Role.P in self.roles or bool(reads)
+        self.attends = Role.P in self.roles or bool(candidate.reads)
         """Whether `attend` runs attention in place of the model."""
         self._mask: torch.Tensor | None = None
         """False at padding: bool [B, S]; None: all tokens count, as in the next."""
@@ -338,7 +337,7 @@ class MeasurementHooks(EmulationHooks):
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        super().__init__({})
+        super().__init__(Candidate())
         self._measured: dict[Site, dict[str, Quantizer]] = defaultdict(dict)
         """By site and candidate."""
         for candidate in candidates:
@@ -408,7 +407,7 @@ class SharedHooks(EmulationHooks):
     """Gives the hooks of each model its rows of K, V and q."""
 
     def __init__(self, models: Sequence[tuple[Candidate, EmulationHooks]]) -> None:
-        super().__init__({})
+        super().__init__(Candidate())
         self._models = models
         self.roles = frozenset[Role]().union(*(hooks.roles for _, hooks in models))
 

@@ -91,7 +91,7 @@ class Runner:
         tokens = torch.tensor([list(ids) for ids in text])
         lengths = (tokens.shape[1],) * len(tokens)
         batch = Batch(first=0, input_ids=tokens, lengths=lengths)
-        hooks = EmulationHooks(emulation.quantizers)
+        hooks = EmulationHooks(emulation)
         with emulated(self._prepared, emulation, hooks) as forward:
             hidden = forward(batch)
         with open_lm_head(self._model) as logits:
