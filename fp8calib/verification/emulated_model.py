@@ -102,7 +102,7 @@ def emulate(
         for note in made.notes:
             warnings.warn(f"{made.name}: {note}", Fp8CalibWarning, stacklevel=3)
         hooks = EmulationHooks(made)
-        stack.enter_context(emulated(prepared, made, hooks))
+        stack.enter_context(emulated(prepared, hooks))
         stack.enter_context(_open_cache_hooks(model, prepared.geometry, hooks))
         _EMULATED.add(model)
         stack.callback(_EMULATED.discard, model)

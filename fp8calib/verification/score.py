@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.model.geometry import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.verification.emulation.candidate import Candidate, blaming
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import (
     EmulationHooks,
     SharedHooks,
@@ -101,9 +100,8 @@ def score(
         before, done = done, done + tokens
         progress.advance(done // share - before // share)
 
-    reference = Candidate(name=_REFERENCE)
-    models = [(reference, hooks or EmulationHooks(reference))]
-    models += [(each, (each.make_hooks or EmulationHooks)(each)) for each in candidates]
+    models = [hooks or EmulationHooks(Candidate())]
+    models += [(each.make_hooks or EmulationHooks)(each) for each in candidates]
     scored: list[list[TokenScores]] = []
     num_seen, looked_at = 0, time.monotonic()
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
@@ -125,9 +123,8 @@ def score(
         sums = [each.logprobs.sum() + each.klds.sum() for _, found in new for each in found]
         if new and not bool(torch.stack(sums).isfinite().all()):  # a GPU is waited for once
             for batch, found in new:
-                for (candidate, _), scores in zip(models, found, strict=True):
-                    with blaming(candidate.name):
-                        _require_finite(candidate.name, scores, batch, model.model.dtype)
+                for own, scores in zip(models, found, strict=True):
+                    _require_finite(own.candidate.name, scores, batch, model.model.dtype)
         num_seen, looked_at = len(scored), time.monotonic()
 
     if isinstance(model, PreparedModel):
@@ -138,16 +135,16 @@ def score(
 
         run_streamed(model, models, batches, advance, add, vocab_size)
     look()
-    first, *others = join_scores(scored, torch.device("cpu"))
-    damage = {
-        candidate.name: {site: sums.cpu() for site, sums in own.damage.items()}
-        for candidate, own in models[1:]
-    }
+    reference, *others = join_scores(scored, torch.device("cpu"))
+    named = {own.candidate.name: own for own in models[1:]}
     return Scores(
-        reference=first,
-        candidates=dict(zip(damage, others, strict=True)),
-        damage=damage,
-        weight_scales={candidate.name: own.weight_scales for candidate, own in models[1:]},
+        reference=reference,
+        candidates=dict(zip(named, others, strict=True)),
+        damage={
+            name: {site: sums.cpu() for site, sums in own.damage.items()}
+            for name, own in named.items()
+        },
+        weight_scales={name: own.weight_scales for name, own in named.items()},
     )
 
 
@@ -177,10 +174,12 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
         return
     parts = enumerate(split_sequences(good, batch.scored_lengths), start=batch.first)
     sample = next(number for number, part in parts if not bool(part.all()))
-    raise VerificationError(
-        f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",
-        hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[name == _REFERENCE],
+    error = VerificationError(
+        f"{name or _REFERENCE}: NaN or inf in the logits at sample {sample} (counting from 0)",
+        hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[not name],
     )
+    error.candidate = name
+    raise error
 
 
 # --- a model in memory whole ----------------------------------------------------------------------
@@ -188,7 +187,7 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
 
 def _run_whole(
     model: PreparedModel,
-    models: Sequence[tuple[Candidate, EmulationHooks]],
+    models: Sequence[EmulationHooks],
     batches: Sequence[Batch],
     advance: Callable[[int], None],
     add: Callable[[Batch, Sequence[torch.Tensor], Logits], None],
@@ -202,9 +201,10 @@ def _run_whole(
     """
     keep_freed_memory()
     decoder, limit, keeps = Decoder(model.model), 0, False
-    if any(candidate.weights for candidate, _ in models):
-        limit, keeps = find_room(model.model, [candidate for candidate, _ in models])
-    sharing = [shares_batch and can_share(candidate) for candidate, _ in models]
+    candidates = [hooks.candidate for hooks in models]
+    if any(candidate.weights for candidate in candidates):
+        limit, keeps = find_room(model.model, candidates)
+    sharing = [shares_batch and can_share(candidate) for candidate in candidates]
     shared = [index for index, shares in enumerate(sharing) if shares]
     together = [*filter(None, [shared]), *([at] for at in range(len(models)) if not sharing[at])]
     groups: list[list[Batch]] = []  # those of a larger batch than the limit are its own
@@ -218,13 +218,10 @@ def _run_whole(
     for group in groups:
         hidden: list[list[torch.Tensor]] = [[] for _ in models]
         for chosen in together:
-            candidate, hooks = models[chosen[0]]
-            if len(chosen) > 1:  # each is blamed where its hooks run
+            hooks = models[chosen[0]]
+            if len(chosen) > 1:
                 hooks = SharedHooks([models[index] for index in chosen])
-            with (
-                blaming(candidate.name) if len(chosen) == 1 else nullcontext(),
-                emulated(model, candidate, hooks, decoder=decoder, keeps_originals=keeps) as run,
-            ):
+            with emulated(model, hooks, decoder=decoder, keeps_originals=keeps) as run:
                 for batch in group:
                     after = run(batch if len(chosen) == 1 else repeat(batch, len(chosen)))
                     for index, own in zip(chosen, after.chunk(len(chosen)), strict=True):

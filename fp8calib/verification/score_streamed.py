@@ -23,7 +23,7 @@ from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, st
 from fp8calib.calibration.streamed_weights import EmbeddingRows
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.verification.emulation.candidate import Candidate, blaming
+from fp8calib.verification.emulation.candidate import blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.weights import (
     HeldWeight,
@@ -43,10 +43,8 @@ class _Lane:
         first: the first layer that it changes; the number of layers where it changes none.
     """
 
-    def __init__(
-        self, streamed: StreamedModel, candidate: Candidate, hooks: EmulationHooks
-    ) -> None:
-        self._streamed, self._candidate, self.hooks = streamed, candidate, hooks
+    def __init__(self, streamed: StreamedModel, hooks: EmulationHooks) -> None:
+        self._streamed, self.hooks, candidate = streamed, hooks, hooks.candidate
         self.by_layer: dict[int, list[WeightChange]] = defaultdict(list)
         self.around: list[WeightChange] = []
         self.rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
@@ -83,7 +81,7 @@ class _Lane:
         """Apply its changes to the weights around the layers, and to one layer if given."""
         model, told = self._streamed.model, (self.hooks.damage, self.hooks.weight_scales)
         with ExitStack() as stack:
-            stack.enter_context(blaming(self._candidate.name))
+            stack.enter_context(blaming(self.hooks.candidate.name))
             for embedding, rows in self.rows:
                 stack.enter_context(embedding.replaced(rows))
             if self.around:
@@ -96,7 +94,7 @@ class _Lane:
 
 def run_streamed(
     streamed: StreamedModel,
-    models: Sequence[tuple[Candidate, EmulationHooks]],
+    models: Sequence[EmulationHooks],
     batches: Sequence[Batch],
     advance: Callable[[int], None],
     add: Callable[[Batch, Sequence[torch.Tensor], Logits], None],
@@ -109,9 +107,9 @@ def run_streamed(
     geometry, decoder = streamed.geometry, Decoder(streamed.model)
     attentions, num_layers = geometry.owners(), len(geometry.layers)
     lanes = []
-    for candidate, hooks in models:
-        with blaming(candidate.name):
-            lanes.append(_Lane(streamed, candidate, hooks))
+    for hooks in models:
+        with blaming(hooks.candidate.name):
+            lanes.append(_Lane(streamed, hooks))
     lanes[0].first = 0  # the reference
     has_media = any(batch.media is not None for batch in batches)
     with streamed.open_hidden_states() as store:

@@ -188,7 +188,7 @@ def emulate(
 ) -> list[torch.Tensor]:
     """Run batches through the product's emulation."""
     hooks = hooks or EmulationHooks(emulation)
-    with emulated(subject.prepared, emulation, hooks) as run:
+    with emulated(subject.prepared, hooks) as run:
         return [run(batch) for batch in batches]
 
 

@@ -153,5 +153,5 @@ def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_
 def weights_held(subject: Subject, emulation: Candidate) -> dict[str, torch.Tensor]:
     """Copy every parameter while the emulation holds."""
     hooks = EmulationHooks(emulation)
-    with emulated(subject.prepared, emulation, hooks):
+    with emulated(subject.prepared, hooks):
         return {name: p.detach().clone() for name, p in subject.model.named_parameters()}

@@ -85,7 +85,7 @@ def test_an_emulation_leaves_nothing_behind(subject: Subject, error: Any) -> Non
     hooks = EmulationHooks(emulation)
 
     def run_and_fail() -> None:
-        with emulated(subject.prepared, emulation, hooks) as run:
+        with emulated(subject.prepared, hooks) as run:
             assert not torch.equal(run(PADDED), plain)
             assert any(module._forward_pre_hooks for module in subject.model.modules())
             if error is not None:

@@ -58,9 +58,9 @@ class Candidate:
 
 @contextmanager
 def blaming(candidate: str) -> Iterator[None]:
-    """Note on an error which candidate it is about."""
+    """Note on an error which candidate it is about, unless that is known."""
     try:
         yield
     except (ModelError, VerificationError) as error:
-        error.candidate = candidate
+        error.candidate = error.candidate or candidate
         raise

@@ -53,6 +53,7 @@ class EmulationHooks:
     """Replaces the hooked tensors by quantized ones, and sums up the damage to each."""
 
     def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
         self._quantizers, self._reads = candidate.quantizers, candidate.reads
         self.roles = frozenset(site.role for site in candidate.quantizers)
         """The roles of the tensors that are seen, beside K and V."""
@@ -268,7 +269,6 @@ def has_emulation_kernel(device: torch.device) -> bool:
 @contextmanager
 def emulated(
     prepared: PreparedModel,
-    candidate: Candidate,
     hooks: EmulationHooks,
     *,
     decoder: Decoder | None = None,
@@ -278,10 +278,11 @@ def emulated(
 
     `decoder` is that of the model, for callers that emulate again and again.
 
-    The candidate's hooks keep their measurements across contexts. When the context closes, changed
-    weights are read again, or copied back where `keeps_originals` kept them on their device.
+    The hooks keep their measurements across contexts; errors are about their candidate. When the
+    context closes, changed weights are read again, or copied back where `keeps_originals` kept them
+    on their device.
     """
-    model, geometry = prepared.model, prepared.geometry
+    model, geometry, candidate = prepared.model, prepared.geometry, hooks.candidate
     used, attentions = decoder or Decoder(model), geometry.owners()
 
     def run(batch: Batch) -> torch.Tensor:
@@ -299,7 +300,7 @@ def emulated(
         weights = changed_weights(
             *(model, candidate.weights, prepared.weights, *told), keeps=keeps_originals
         )
-    with weights, open_emulation_hooks(model, geometry, hooks):
+    with blaming(candidate.name), weights, open_emulation_hooks(model, geometry, hooks):
         yield run
 
 
@@ -406,21 +407,21 @@ def repeat(batch: Batch, count: int) -> Batch:
 class SharedHooks(EmulationHooks):
     """Gives the hooks of each model its rows of K, V and q."""
 
-    def __init__(self, models: Sequence[tuple[Candidate, EmulationHooks]]) -> None:
+    def __init__(self, models: Sequence[EmulationHooks]) -> None:
         super().__init__(Candidate())
         self._models = models
-        self.roles = frozenset[Role]().union(*(hooks.roles for _, hooks in models))
+        self.roles = frozenset[Role]().union(*(hooks.roles for hooks in models))
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch of `repeat`, for each as if it were its own."""
         rows = len(batch.lengths) // len(self._models)
         own = replace(batch, input_ids=batch.input_ids[:rows], lengths=batch.lengths[:rows])
-        for _, hooks in self._models:
+        for hooks in self._models:
             hooks.begin_batch(own)
 
     def end_batch(self) -> None:
         """Close it for each."""
-        for _, hooks in self._models:
+        for hooks in self._models:
             hooks.end_batch()
 
     def on_kv(
@@ -440,7 +441,7 @@ class SharedHooks(EmulationHooks):
     ) -> list[torch.Tensor]:
         count, made = len(self._models), []
         rows = zip(*(x.chunk(count) for x in tensors), strict=True)
-        for (candidate, hooks), own in zip(self._models, rows, strict=True):
-            with blaming(candidate.name):
+        for hooks, own in zip(self._models, rows, strict=True):
+            with blaming(hooks.candidate.name):
                 made.append(call(hooks, *own))
         return [torch.cat(parts) for parts in zip(*made, strict=True)]

@@ -92,7 +92,7 @@ class Runner:
         lengths = (tokens.shape[1],) * len(tokens)
         batch = Batch(first=0, input_ids=tokens, lengths=lengths)
         hooks = EmulationHooks(emulation)
-        with emulated(self._prepared, emulation, hooks) as forward:
+        with emulated(self._prepared, hooks) as forward:
             hidden = forward(batch)
         with open_lm_head(self._model) as logits:
             return torch.log_softmax(logits(hidden).float(), -1)
