@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.load import build_skeleton, open_source
@@ -126,8 +126,7 @@ def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refu
 
 def test_what_is_outside_the_text_decoder_is_left_out_and_told(tmp_path: Path) -> None:
     """A projector in FP8 does not keep the text decoder from being verified."""
-    text, vision, _, _ = test_vision_language.MODELS["llava"]
-    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    config = test_vision_language.make_config("llava")
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "m")
     succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
     _, before = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
