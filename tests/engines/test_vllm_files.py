@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 import fp8calib
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
-from tests.architectures.test_vision_language import MODELS
+from tests.architectures.test_vision_language import make_config
 from tests.kit.checkpoints import WEIGHTS, Tensors, change_config
 
 INDEX = "model.safetensors.index.json"
@@ -108,9 +108,7 @@ def test_vllm_opens_consolidated_files_alone(folder: Path, what: str) -> None:
 
 
 def test_unknown_names_beside_a_wrapped_model_are_unknown(tmp_path: Path) -> None:
-    text, vision, *_ = MODELS["llama4"]
-    config = AutoConfig.for_model("llama4", text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_config(make_config("llama4")).save_pretrained(tmp_path)
     own = {"layers.0.attention.wq.weight": torch.ones(4, 4)}
     write(tmp_path / "consolidated.safetensors", own)
 
