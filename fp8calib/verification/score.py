@@ -17,7 +17,6 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.reductions import gpus_of
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.model.geometry import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
@@ -39,7 +38,6 @@ from fp8calib.verification.token_scores import (
 
 if TYPE_CHECKING:
     from fp8calib.calibration.streamed_model import StreamedModel
-    from fp8calib.verification.emulation.weights import ScaleRange
 
 AT_ONCE = 8
 """Candidates of a round: their hidden states wait for the head together, and every round runs the
@@ -60,10 +58,8 @@ class Scores:
 
     reference: TokenScores
     candidates: dict[str, TokenScores]
-    damage: dict[str, dict[Site, torch.Tensor]]
-    """Candidate -> site -> sums of `measure_damage`, on the CPU."""
-    weight_scales: dict[str, dict[Site, ScaleRange]]
-    """Candidate -> weight -> the scales it was quantized with."""
+    hooks: dict[str, EmulationHooks]
+    """By candidate: they have measured the damage."""
 
 
 def score(
@@ -140,11 +136,7 @@ def score(
     return Scores(
         reference=reference,
         candidates=dict(zip(named, others, strict=True)),
-        damage={
-            name: {site: sums.cpu() for site, sums in own.damage.items()}
-            for name, own in named.items()
-        },
-        weight_scales={name: own.weight_scales for name, own in named.items()},
+        hooks=named,
     )
 
 

@@ -28,7 +28,12 @@ from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import MeasurementHooks, can_share, repeat
+from fp8calib.verification.emulation.emulate import (
+    EmulationHooks,
+    MeasurementHooks,
+    can_share,
+    repeat,
+)
 from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
@@ -64,7 +69,6 @@ from fp8calib.verification.token_scores import scoring_bytes, split_sequences
 
 if TYPE_CHECKING:
     from fp8calib.calibration.streamed_model import StreamedModel
-    from fp8calib.verification.emulation.weights import ScaleRange
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 _FITTED = "scales that fit"
@@ -182,8 +186,7 @@ def run_verification(
     results = []
     for each in asked.candidates:
         unmet += _list_unmet_sites(each, asked, scores)
-        measured = scores.damage[each.name], scores.weight_scales[each.name], hooks.found
-        rows[each.name] = list_layers(each, *measured, layer_of)
+        rows[each.name] = list_layers(scores.hooks[each.name], hooks.found, layer_of)
         results.append(_judge(each, asked, scores, rows[each.name], broken))
     layers = tuple(chain.from_iterable(rows.values()))
 
@@ -240,7 +243,7 @@ def _list_unmet_sites(candidate: Candidate, asked: Verification, scores: Scores)
 
     It is an error if no hook saw any, and no weights are quantized.
     """
-    met = scores.damage[candidate.name]
+    met = scores.hooks[candidate.name].damage
     missed = [site for site in candidate.quantizers if site not in met]
     if missed and not met and not candidate.weights:
         raise VerificationError(
@@ -256,18 +259,16 @@ def _list_unmet_sites(candidate: Candidate, asked: Verification, scores: Scores)
 
 
 def list_layers(
-    candidate: Candidate,
-    damage: Mapping[Site, torch.Tensor],
-    weight_scales: Mapping[Site, ScaleRange],
+    hooks: EmulationHooks,
     fits: Mapping[tuple[str, Site], torch.Tensor],
     layer_of: Mapping[str, int],
 ) -> list[LayerResult]:
-    """Make the rows of one candidate, the most damaged site first.
+    """Make the rows of a candidate by its hooks, the most damaged site first.
 
     `fits` are those of `MeasurementHooks.found`.
     """
-    rows = []
-    for site, sums in damage.items():
+    rows, candidate, weight_scales = [], hooks.candidate, hooks.weight_scales
+    for site, sums in hooks.damage.items():
         found, measured = Damage(*sums.tolist()), fits.get((candidate.name, site))
         clipped, flushed = found.shares
         per: Granularity | Literal["head"]
@@ -328,7 +329,7 @@ def _judge(
     summary = summarize(mine, reference, lengths)
     gate = asked.gate or GATES[candidate.default_gate]
     verdict, why = judge(summary, gate, describe_damage(rows))
-    for site, sums in scores.damage[name].items():
+    for site, sums in scores.hooks[name].damage.items():
         quantizer, count = candidate.quantizers.get(site), Damage(*sums.tolist()).clipped
         if quantizer is not None and not quantizer.saturates and count:
             verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {count:.0f} values of {site}"

@@ -92,10 +92,10 @@ def keep_kv(subject: Subject, scales: Mapping[Site, float] | None) -> dict[Site,
 def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     """K clips and V flushes; the padding of three sequences counts nowhere."""
     quantizers = emulate_kv(make_table(llama, SCALES), PLAIN)
-    hooks = EmulationHooks(Candidate(quantizers=quantizers))
-    emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
     made = Candidate(name="it", quantizers=quantizers)
-    rows = list_layers(made, hooks.damage, {}, {}, llama.geometry.index_modules())
+    hooks = EmulationHooks(made)
+    emulate(llama, made, *BATCHES, hooks=hooks)
+    rows = list_layers(hooks, {}, llama.geometry.index_modules())
     looking = MeasurementHooks([made])
     emulate(llama, Candidate(), *BATCHES, hooks=looking)
 

@@ -174,7 +174,7 @@ def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path:
     for other in found[1:]:
         for name in emulations:
             assert torch.equal(other.candidates[name].logprobs, found[0].candidates[name].logprobs)
-            assert other.damage[name].keys() == found[0].damage[name].keys()
+            assert other.hooks[name].damage.keys() == found[0].hooks[name].damage.keys()
     assert float(found[0].candidates["w8a8"].klds.mean()) > 0
 
 

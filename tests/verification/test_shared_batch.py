@@ -85,10 +85,10 @@ def test_figures_are_those_of_candidates_one_by_one(family: str, tmp_path: Path)
         torch.testing.assert_close(mine.logprobs, expected.logprobs, rtol=0, atol=1e-5)
         torch.testing.assert_close(mine.klds, expected.klds, rtol=0, atol=1e-5)
     assert shared.candidates["scaled"].klds.sum() > 0
-    for name, damage in alone.damage.items():
-        assert damage.keys() == shared.damage[name].keys()
-        for site, sums in damage.items():
-            torch.testing.assert_close(shared.damage[name][site], sums, rtol=1e-4, atol=1e-6)
+    for name, hooks in alone.hooks.items():
+        assert hooks.damage.keys() == shared.hooks[name].damage.keys()
+        for site, sums in hooks.damage.items():
+            torch.testing.assert_close(shared.hooks[name].damage[site], sums, rtol=1e-4, atol=1e-6)
     assert saw.found.keys() == looked.found.keys()
     for key, sums in looked.found.items():
         torch.testing.assert_close(saw.found[key], sums, rtol=1e-4, atol=1e-6)

@@ -121,11 +121,12 @@ def require_same(whole: Scores, streamed: Scores) -> None:
         assert torch.equal(found.logprobs, expected.logprobs)
         assert torch.equal(found.klds, expected.klds)
         assert torch.equal(found.agrees, expected.agrees)
-    for name, damage in whole.damage.items():
-        assert streamed.damage[name].keys() == damage.keys()
-        for site, sums in damage.items():
-            assert torch.equal(streamed.damage[name][site], sums), (name, site)
-    assert streamed.weight_scales == whole.weight_scales
+    for name, hooks in whole.hooks.items():
+        other = streamed.hooks[name]
+        assert other.damage.keys() == hooks.damage.keys()
+        for site, sums in hooks.damage.items():
+            assert torch.equal(other.damage[site], sums), (name, site)
+        assert other.weight_scales == hooks.weight_scales
 
 
 DIFFERENT = {"llama", "gpt_oss", "deepseek_v3", "gemma3n_text", "qwen3_next", "opt"}
