@@ -108,7 +108,8 @@ def test_prompts_in_16_bits_are_scored_as_they_generate(
     cache_type = replace(CACHE_TYPES[name], is_packed=False)
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = cache_type.quantize(subject.geometry)
-        emulation, hooks = Candidate(quantizers=quantizers), ServedHooks(quantizers)
+        emulation = Candidate(quantizers=quantizers)
+        hooks = ServedHooks(emulation)
         found = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
         config = text_config(subject.model)
         changes = [STORED[name]] * config.num_hidden_layers
@@ -127,7 +128,7 @@ def test_cache_of_transformers_is_scored_as_its_own_class_generates(
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = CACHE_TYPES["fp8_quantized_cache"].quantize(subject.geometry)
         emulation = Candidate(quantizers=quantizers)
-        found = emulate(subject, emulation, PADDED, FULL, hooks=ServedHooks(quantizers))
+        found = emulate(subject, emulation, PADDED, FULL, hooks=ServedHooks(emulation))
         expect_steps(subject, found, partial(QuantizedCache, "fp8", text_config(subject.model)))
         (whole,) = emulate(subject, emulation, FULL)
         assert (whole - found[1])[:, -1].abs().max() > 1e-3
@@ -141,7 +142,7 @@ def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None
     with opened(zoo.build("llama", num_hidden_layers=1), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), numerics)
         emulation = Candidate(quantizers=quantizers)
-        (served,) = emulate(subject, emulation, FULL, hooks=ServedHooks(quantizers))
+        (served,) = emulate(subject, emulation, FULL, hooks=ServedHooks(emulation))
         (everywhere,) = emulate(subject, emulation, FULL)
         prompt = count_prompt(FULL.lengths[0])
         plain = plain_forward(subject.model, FULL)
@@ -159,8 +160,9 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
     with opened(zoo.build(family), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
         (_, first), *_ = subject.geometry.attentions()
+        emulation = Candidate(quantizers=quantizers)
         with pytest.raises(VerificationError, match=rf"--decode: {first.module} .*{part}"):
-            emulate(subject, Candidate(quantizers=quantizers), FULL, hooks=ServedHooks(quantizers))
+            emulate(subject, emulation, FULL, hooks=ServedHooks(emulation))
 
 
 def test_report_shows_both_figures_of_each_cache(tmp_path: Path) -> None:
