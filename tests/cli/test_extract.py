@@ -243,6 +243,15 @@ def _rewrite(pack: Path, target: Path, **changes: str | None) -> Path:
     return target
 
 
+def test_only_of_scales_without_a_record_no_model_is_compared(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    for scales in (calibrated / "kv_scales.safetensors", FOLDER / "llmcompressor-kv"):
+        done = succeed(*name_command(scales, child, tmp_path / scales.name, "--json"))
+        is_said = any("the scales record no model" in note for note in done.json["notes"])
+        assert is_said is (scales.parent == FOLDER)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"attention": {}}', '{"unquantized": {}}'])
 def test_a_damaged_record_is_named(
     calibrated: Path, child: Path, tmp_path: Path, text: str
