@@ -21,6 +21,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
+import yaml
 from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import (
     ActivationOrdering,
@@ -55,70 +56,16 @@ PATHS: Mapping[str, str] = {
 """The modules of a model, with their classes."""
 NOTHING = ScaleFolder(path=Path("no-folder"), config={}, tensors={}, scales={})
 EMPTY = ModelGeometry(architecture="", model_type="", checkpoint_dtype="bfloat16", layers=())
-_STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-_TOKEN = {**_STATIC, "dynamic": True, "strategy": "token"}
-_TENSOR, _CHANNEL = ({**_STATIC, "strategy": name} for name in ("tensor", "channel"))
-_BLOCK = {**_STATIC, "strategy": "block", "block_structure": [128, 128]}
-_GROUP = {**_TOKEN, "strategy": "group", "group_size": 128}
-SCHEMES: Mapping[str, tuple[object, object]] = {
-    "static": (_TENSOR, _TENSOR),
-    "dynamic": (_CHANNEL, _TOKEN),
-    "channel": (_CHANNEL, _TENSOR),
-    "block": (_BLOCK, _GROUP),
-    "alone": (_TENSOR, None),
-    "channel-alone": (_CHANNEL, None),
-}
-_MX = {**_STATIC, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-MX_CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "compressed-tensors": (
-        "CompressedTensorsConfig",
-        {
-            "quant_method": "compressed-tensors",
-            "format": "mxfp8-quantized",
-            "config_groups": {
-                "group_0": {
-                    "weights": _MX,
-                    "input_activations": {**_MX, "dynamic": True},
-                    "targets": ["Linear", "lm_head"],
-                }
-            },
-        },
-    ),
-    "modelopt": (
-        "ModelOptMxFp8Config",
-        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []},
-    ),
-    "mxfp8": ("ModelOptMxFp8Config", {"quant_method": "mxfp8", "activation_scheme": "dynamic"}),
-}
+_DATA: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SCHEMES: Mapping[str, Sequence[object]] = _DATA["pairs"]
+MX_CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = _DATA["mx"]
 """By dialect: vLLM's class of its config, and a config of MXFP8."""
 MX_PATHS = {
     "linear": f"{LAYER}.self_attn.o_proj",
     "experts": f"{LAYER}.mlp.experts",
     "head": "lm_head",
 }
-LISTS: tuple[list[str], ...] = (
-    [],
-    ["lm_head"],
-    [f"{LAYER}.self_attn.{name}" for name in PARTS["qkv_proj"]],
-    [f"{LAYER}.self_attn.q_proj"],
-    [f"{LAYER}.self_attn.qkv_proj"],
-    [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"],
-    [f"{LAYER}.mlp.gate"],
-    [f"{LAYER}.mlp.down_proj"],
-    ["layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"],
-    ["mlp", "Down_Proj"],
-    ["self_attn", "o_proj"],
-    [f"{LAYER}.mlp.experts"],
-    [f"{LAYER}.mlp.experts.0.gate_proj"],
-    [f"{LAYER}.mlp.shared_experts.down_proj"],
-    ["re:.*self_attn.*", "re:.*lm_head"],
-    ["re:.*experts.*"],
-    ["re:.*qkv_proj"],
-    [f"{LAYER}.self_attn*"],
-    ["*.mlp.*", "*lm_head"],
-)
-
-
+LISTS: Sequence[list[str]] = _DATA["lists"]
 _KEPT = ("Config", "ConfigBase", "CompressedTensorsMoEMethod")
 """How the names of the classes end that are executed."""
 _LEFT_OUT = (ast.If, ast.Try, ast.With, ast.Expr, ast.Import, ast.ImportFrom)
