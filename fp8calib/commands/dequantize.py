@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
 from fp8calib.commands.result import BeforeAfter, Result, list_checkpoint
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, Fp8CalibError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
@@ -104,6 +105,8 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
 
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.card import write_card
+        from fp8calib.commands.check import CheckRequest
+        from fp8calib.commands.check_run import replay_path
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.quantization.plan import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
@@ -159,6 +162,10 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             revision=request.revision,
             is_quantized=False,
         )
+        with suppress(Fp8CalibError):  # its layers are not understood
+            report = replay_path(CheckRequest(out, engine="transformers"), out)["transformers"]
+            if fault := report.load_fault:  # such as experts that it wants in one tensor
+                notes.append(f"transformers does not load it as it is: {fault}")
         result = DequantizeResult(
             out=out,
             files=list_files(out),

@@ -89,8 +89,10 @@ def test_every_family_in_every_form(tmp_path: Path) -> None:
         children.append(save_fp4(base / "nvfp4", "nvfp4", base=_bare(base)))
         children.append(save_int(base / "int4", 4, group=32, base=_bare(base)))
         for child in children:
-            dequantize(child, child / "out")
+            notes = dequantize(child, child / "out")["notes"]
             require_equal(load_tensors(child / "out"), decode_folder(child))
+            is_split = (family, child.name) == ("llama4_text", "AutoFP8, blocks")
+            assert any("transformers does not load" in each for each in notes) is is_split
 
 
 def _bare(base: Path) -> Path:
