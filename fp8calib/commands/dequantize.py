@@ -108,6 +108,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.commands.check import CheckRequest
         from fp8calib.commands.check_run import replay_path
         from fp8calib.formats.kv.parse_names import find_spelling
+        from fp8calib.model.module_paths import split_expert
         from fp8calib.quantization.plan import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
         from fp8calib.quantization.write import Written, find_finished, write_checkpoint
@@ -162,10 +163,11 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             revision=request.revision,
             is_quantized=False,
         )
-        with suppress(Fp8CalibError):  # its layers are not understood
-            report = replay_path(CheckRequest(out, engine="transformers"), out)["transformers"]
-            if fault := report.load_fault:  # such as experts that it wants in one tensor
-                notes.append(f"transformers does not load it as it is: {fault}")
+        if any(split_expert(name.rpartition(".")[0]) for name in checkpoint.weights):
+            with suppress(Fp8CalibError):  # its layers are not understood
+                report = replay_path(CheckRequest(out, engine="transformers"), out)["transformers"]
+                if fault := report.load_fault:  # it may want experts in one tensor
+                    notes.append(f"transformers does not load it as it is: {fault}")
         result = DequantizeResult(
             out=out,
             files=list_files(out),
