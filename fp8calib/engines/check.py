@@ -19,6 +19,7 @@ from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.declared import find_recorded_dtype
@@ -217,7 +218,8 @@ class _Check:
         text = config.get("text_config")
         stored = {*config, *(text if isinstance(text, Mapping) else ())}
         architecture = self.geometry.architecture
-        read = engine.list_read_fields(architecture)
+        known = (engine.loader, engine.version, architecture)
+        read = list_read_fields(*known) if engine.loader else ()
         names = ", ".join(each for each in read if each not in stored)
         if not names:
             return None

@@ -136,9 +136,6 @@ class Engine:
     None for one whose own loader is run: `replay_folder` reports on the weights too."""
     explain_type: Callable[[object], str] = field(default=lambda _: "")
     """Says why it does not know a model_type; empty if it does, or if that is not known."""
-    list_read_fields: Callable[[str], Sequence[str]] = field(default=lambda _: ())
-    """Lists the fields of config.json without which it cannot build the class of an
-    architecture."""
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()

@@ -78,19 +78,16 @@ class SglangReader(LinearReader):
         Of the list of the `fp8` method, the first that there is, each entry counts with and without
         a root. So does that of MXFP8, which has ModelOpt's name in its config (`model_config.py`).
         """
-        keys: tuple[str, ...] = ("ignored_layers", "modules_to_not_convert")
-        has_roots = True
+        section, keys = self.section, ("ignored_layers", "modules_to_not_convert")
+        if self.method == "compressed-tensors":
+            return list_strings(section, "ignore")
         if self._is_mx and self.method != "mxfp8":
             keys = ("exclude_modules", "ignore")
-        elif self.method == "compressed-tensors":
-            keys, has_roots = ("ignore",), False
         elif self.method.startswith("modelopt"):
-            keys, has_roots = ("exclude_modules" if self.is_nested else "ignore",), False
+            return list_strings(section, "exclude_modules" if self.is_nested else "ignore")
         elif self.method not in ("fp8", "mxfp8"):
             return []
-        entries = list_strings(self.section, next((k for k in keys if k in self.section), keys[0]))
-        if not has_roots:
-            return entries
+        entries = list_strings(section, next((key for key in keys if key in section), keys[0]))
         bare = [entry.removeprefix("model.") for entry in entries]
         return [spelling for entry in bare for spelling in (entry, f"model.{entry}")]
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from fp8calib.engines.engine import Engine, Launch, Storage, on_call
-from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.facts.release import (
     ADDED_ROOTS,
     BFLOAT16_TYPES,
@@ -100,7 +99,6 @@ def _make_engine(release: Release) -> Engine:
         replay_folder=on_call(f"{_HERE}.replay:replay_vllm", release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         explain_type=partial(explain_type, release),
-        list_read_fields=partial(list_read_fields, "vllm", release.version),
         splits_heads=True,
         make_reader=on_call(f"{_HERE}.linears:VllmReader.open", release),
         weight_rules=read_weight_rules(release, "vllm"),
