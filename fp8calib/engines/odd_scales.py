@@ -243,14 +243,13 @@ def judge_weight_scales(
 
 
 def judge_scale_places(
-    scales: Mapping[str, tuple[Fp8Format, tuple[int, int], NDArray[np.float32]]],
-    stats: CalibrationStats,
+    scales: Mapping[str, tuple[NDArray[np.float32], tuple[int, int]]], stats: CalibrationStats
 ) -> str:
     """Describe scales of a weight that are of other rows or blocks, or off by a factor.
 
     Only where most weights have the scales that their largest values give, also those of the same
     kind in other layers: not after a method that changes weights, or clips them. `scales` are, by
-    the weight's name: its format, the size of its blocks, and its scales.
+    the weight's name, the largest values that they stand for, and the size of the blocks.
     """
     modules = map_measured(stats)
     reached: dict[str, list[NDArray[np.float32]]] = {}
@@ -261,21 +260,19 @@ def judge_scale_places(
             reached[weight] = [held.amax.float().numpy(), held.amax_in.float().numpy()]
             group = name_fused_group(weight.removesuffix(".weight"))
             groups[group] = max(groups[group], float(held.amax.max()))
-    odd: dict[str, str] = {}
-    kinds: dict[str, list[str]] = defaultdict(list)
+    kinds: dict[str, dict[str, str]] = defaultdict(dict)
     for weight in sorted(reached):
-        fmt, block, scale = scales[weight]
         shared = groups[name_fused_group(weight.removesuffix(".weight"))]
-        text = _compare_places(scale * fmt.max, reached[weight], block, shared)
+        text = _compare_places(scales[weight][0], reached[weight], scales[weight][1], shared)
         if text is not None:
-            kinds[_NUMBER.sub("#", weight)].append(weight)
-            odd |= {weight: text} if text else {}
-    total = sum(map(len, kinds.values()))
-    if total and len(odd) <= total * _MOST_ODD:
-        for names in kinds.values():
-            wrong = [name for name in names if name in odd]
-            if wrong and len(wrong) <= len(names) / 2 and odd[wrong[0]] != _UNTOLD:
-                return f"the scales of {shorten(wrong[0])}: {odd[wrong[0]]}"
+            kinds[_NUMBER.sub("#", weight)][weight] = text
+    texts = [text for found in kinds.values() for text in found.values()]
+    if sum(map(bool, texts)) > len(texts) * _MOST_ODD:
+        return ""
+    for found in kinds.values():
+        odd = [weight for weight, text in found.items() if text]
+        if odd and len(odd) <= len(found) / 2 and found[odd[0]] != _UNTOLD:
+            return f"the scales of {shorten(odd[0])}: {found[odd[0]]}"
     return ""
 
 

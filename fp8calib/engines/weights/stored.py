@@ -36,7 +36,7 @@ from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_c
 from fp8calib.formats.kv.overlay import make_quantization_config
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import ModelGeometry
-from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
+from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 if TYPE_CHECKING:  # only named
     from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -174,27 +174,21 @@ class OpenedWeights:
             self.suspicious.append(text)
             self.odd_scales.update(odd)
 
-    def _read_places(self) -> dict[str, tuple[Fp8Format, tuple[int, int], NDArray[np.float32]]]:
-        """Read the format, the size of blocks and the scales of weights, but of MXFP8.
-
-        Its exponents are rounded.
-        """
+    def _read_places(self) -> dict[str, tuple[NDArray[np.float32], tuple[int, int]]]:
+        """Read what scales of weights stand for, and the sizes of blocks; MXFP8's are rounded."""
         weights: dict[str, str] = {}
         by_file: dict[str, list[str]] = defaultdict(list)
         for module in (each for each, scheme in self.schemes.items() if not scheme.is_mx):
             for name in name_companions(f"{module}.{WEIGHT}").scales:
                 if name in self.values.largest:
-                    weights[name] = module
+                    weights[name] = f"{module}.{WEIGHT}"
                     by_file[self.located[name][0]].append(name)
-        return {
-            f"{module}.{WEIGHT}": (
-                WEIGHT_FORMATS[self.tensors[f"{module}.{WEIGHT}"].dtype],
-                self.schemes[module].block,
-                values,
-            )
-            for name, values in _read_tensors(self.folder, by_file)
-            if (module := weights[name])
-        }
+        found = {}
+        for name, values in _read_tensors(self.folder, by_file):
+            largest = WEIGHT_FORMATS[self.tensors[weights[name]].dtype].max
+            scheme = self.schemes[weights[name].removesuffix(f".{WEIGHT}")]
+            found[weights[name]] = (values * largest, scheme.block)
+        return found
 
 
 def find_wrong_values(
