@@ -37,6 +37,7 @@ _TRANSFORMERS = Engine(
     replay_folder=on_call("fp8calib.engines.transformers.report:report_transformers"),
 )
 """The installed one, with the installed compressed-tensors."""
+_READ_ONLY = "{title} {version}: KV scales: {kv_scales}; FP8 weights: {weights} ({source})"
 _ONLY_READ_HINT = "docs/reference.md lists such engines"
 ONLY_READ: dict[str, dict[str, str]] = json.loads((FOLDER / "only_read.json").read_bytes())
 """Engines whose source was read once, by the name that `--engine` had for them: a title, the
@@ -112,9 +113,7 @@ def find_replayed(name: str) -> Engine:
 def _find(name: str, known: list[str]) -> Engine:
     key, _, named = name.partition("==")
     if key in ONLY_READ:
-        text = (
-            "{title} {version}: KV scales: {kv_scales}; FP8 weights: {weights} ({source})"
-        ).format(**ONLY_READ[key])
+        text = _READ_ONLY.format(**ONLY_READ[key])
         raise UsageError(f"--engine {name}: only read: {text}", hint=_ONLY_READ_HINT)
     if key not in ENGINES:
         raise _refuse(name, "unknown engine", known)

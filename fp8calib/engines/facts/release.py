@@ -154,10 +154,7 @@ def explain_type(release: Release, model_type: object) -> str:
     later = [each for each in versions if parse_version(each) >= parse_version(since)]
     if any(map(allowed.contains, later)):
         return ""
-    return (
-        f"{release.title} demands transformers {demanded}, which does not know model_type "
-        f"{model_type}: transformers {since} is the first that does"
-    )
+    return f"{release.title} demands transformers {demanded}, but {model_type} needs {since}"
 
 
 VLLM_FACTS = FOLDER / "vllm.json"
