@@ -43,27 +43,22 @@ class LoadContext:
         self.problems: list[str] = []
         self.scales: dict[str, FoundScale] = {}
         self.loaded: dict[Slot, FoundScale] = {}
-        self.zero_points: list[FoundScale] = []
-        queries: list[FoundScale] = []
-        probabilities: list[FoundScale] = []
-        self.optional = {"q_scale": queries, "prob_scale": probabilities}
-        """Scales of q and of attention probabilities, which are noted but not judged."""
         drafted: dict[str, FoundScale] = {}
-        stored = {
-            name: each for file in files for name, each in folder.scales.get(file, {}).items()
+        held = {name: each for file in files for name, each in folder.scales.get(file, {}).items()}
+        for name, each in held.items():
+            said = each.parsed if geometry.num_draft_layers else None
+            is_drafted = said is not None and is_of_draft_layer(geometry, said.path)
+            (drafted if is_drafted else self.scales)[name] = each
+        known = [(each, each.parsed) for each in self.scales.values()]
+        named = [(each, said) for each, said in known if said is not None]
+        zero = Spelling.ZERO_POINT
+        self.zero_points = [each for each, said in named if said.spelling is zero]
+        queries = ((each, said) for each, said in named if said.roles == (Role.Q,))
+        self.optional = {
+            "q_scale": [each for each, said in queries if said.spelling is not zero],
+            "prob_scale": [each for each, said in known if said is None],
         }
-        for name, each in stored.items():
-            parsed = each.parsed
-            if geometry.num_draft_layers and parsed and is_of_draft_layer(geometry, parsed.path):
-                drafted[name] = each
-                continue
-            self.scales[name] = each
-            if parsed is None:
-                probabilities.append(each)
-            elif parsed.spelling is Spelling.ZERO_POINT:
-                self.zero_points.append(each)
-            elif parsed.roles == (Role.Q,):
-                queries.append(each)
+        """Scales of q and of attention probabilities, which are noted but not judged."""
         if drafted:
             self.problems.append(
                 f"scales of draft layers ({len(drafted)}, such as {next(iter(drafted.values()))}) "

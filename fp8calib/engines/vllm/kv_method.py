@@ -154,11 +154,7 @@ def refuse_scheme(quantization: Mapping[str, object]) -> None:
     (`get_quant_method`; the same in 0.26.0 to 0.33.0, read).
     """
     scheme = quantization.get("kv_cache_scheme")
-    strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
-    fault = find_scheme_fault(scheme)
-    if not fault and strategy not in (None, "tensor", "attn_head"):
-        fault = f"kv_cache_scheme.strategy is {strategy!a:.40}, which vLLM does not have"
-    if fault:
+    if fault := find_scheme_fault(scheme):
         fix = SCHEME_HINT if isinstance(scheme, dict) else "write the scheme of kv-overlay"
         raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
 
