@@ -98,8 +98,8 @@ def test_a_layer_without_scales_of_its_own_misreads_the_cache(
         for role, verdict in (("k", layer.k), ("v", layer.v)):
             (name,) = (n for n in tensors if f".{producer}." in n and n.endswith(f"{role}_scale"))
             assert verdict.status == "misread"
-            written = f"layer {producer}, which is written with {float(tensors[name]):.4g}, with 1"
-            assert f"the cache of {written}" in verdict.why
+            written = f"layer {producer} writes with {float(tensors[name]):.4g}"
+            assert verdict.why == f"it reads with 1 the cache that {written}"
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
