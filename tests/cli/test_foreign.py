@@ -1,5 +1,6 @@
 """The commands take what llm-compressor, ModelOpt and Quark really write."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.formats.foreign import (
     NO_KV_SCALES,
     load_kv_scales,
 )
+from tests.kit.checkpoints import change_tensors
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,16 @@ def _load_pairs(path: Path, model: str, layer: int) -> tuple[list[float], list[f
     return k, v
 
 
-def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(tmp_path: Path) -> None:
-    report = _extract("llmcompressor-attention-head", tmp_path / "out")
+@pytest.mark.parametrize("value", [None, 2.5e-21, 6.5e21])
+def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(
+    tmp_path: Path, value: float | None
+) -> None:
+    """By the memory, it may be a number above zero too."""
+    source = shutil.copytree(FOLDER / "llmcompressor-attention-head", tmp_path / "source")
+    names = [f"model.layers.{layer}.self_attn.q_scale" for layer in range(2)]
+    change_tensors(source, {n: torch.full((4, 1, 1), value) for n in names if value is not None})
+    command = ("extract-kv-scales", "--quantized-model", source, "--model", FOLDER / "llama")
+    report = succeed(*command, "--save-path", tmp_path / "out", "--json").json
     assert [note for note in report["notes"] if note.startswith("q_scale is left out: ")]
     assert report["layers"][0]["q"] is None
     model, name = FOLDER / "llama", FOLDER / "llmcompressor-attention-head"

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # scales are recognised without torch
     import torch
 
 _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
+_UNSET = 2.0**-40
+"""Scales of q below it, or above its reciprocal, are memory that a tool never set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +80,10 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
                 stored = _read(name, file, owners[name], found.drops_bad_query)
                 if name.spelling is not Spelling.ZERO_POINT:
                     scales.append(stored)
-    queries = (item for item in scales if Role.Q in item.name.roles)
-    bad = [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
+    queries = (item for item in scales if found.drops_bad_query and Role.Q in item.name.roles)
+    bad = [
+        each for each in queries if not ((each.values > _UNSET) & (each.values < 1 / _UNSET)).all()
+    ]
     if bad:
         scales = [item for item in scales if Role.Q not in item.name.roles]
     values = _merge(place, scales)
