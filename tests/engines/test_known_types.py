@@ -75,3 +75,15 @@ def test_a_config_of_transformers_that_vllms_class_does_not_read_is_refused(
     reports = fp8calib.check(tmp_path / "model", engine=["vllm", "vllm==0.32"]).engines
     for report in reports.values():
         assert "config.json lacks padded_vocab_size, " in report.layers[0].k.why
+
+
+def test_a_field_without_which_the_class_was_not_built_is_missed(tmp_path: Path) -> None:
+    """VLLM 0.32.0 ends in an AttributeError; transformers' config class has no such field."""
+    layers = {"num_dense_layers": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    families.save("afmoe", {"head_dim": 8, **layers, **experts}, tmp_path / "model")
+    lacking = fp8calib.check(tmp_path / "model", engine="vllm==0.32").engines["vllm==0.32"]
+    assert "config.json lacks n_group, " in lacking.layers[0].k.why
+    change_config(tmp_path / "model", lambda config: config.update(n_group=1))
+    whole = fp8calib.check(tmp_path / "model", engine="vllm==0.32").engines["vllm==0.32"]
+    assert whole.layers[0].k.status == "defaulted"

@@ -40,6 +40,8 @@ DRAFTER = "drafter "
 """How facts begin about the classes of drafters."""
 UNTIED = "untied"
 """The fact about classes whose output layer is one of its own, whatever the config ties."""
+_LACKING = re.compile(rf"{UNBUILT}AttributeError: '\w+Config' object has no attribute '(\w+)'")
+"""What is read of a class that cannot be built from the defaults of transformers' config."""
 OTHERS = (UNBUILT, READS, DRAFTER, UNTIED)
 """How facts begin that are not about linears."""
 
@@ -128,7 +130,10 @@ def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | N
 def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
     """List the fields of config.json without which the class of an architecture is not built."""
     facts = read_class_facts(engine).get(version, {}).get(architecture, ())
-    return [each.removeprefix(READS) for each in facts if each.startswith(READS)]
+    fields = [each.removeprefix(READS) for each in facts if each.startswith(READS)]
+    if architecture.endswith("ForCausalLM"):  # of others a tower's config may lack it
+        fields += [found[1] for each in facts if (found := _LACKING.match(each))]
+    return fields
 
 
 @cache
