@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # scales are recognised without torch
     import torch
 
 _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
+_BIASES = (".k_proj.k_bias", ".v_proj.v_bias")
+"""What ModelOpt's affine KV cache subtracts before it divides by a scale."""
 _UNSET = 2.0**-40
 """Scales of q below it, or above its reciprocal, are memory that a tool never set."""
 
@@ -63,6 +65,9 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         where = cut_list(sorted({listed[name] for name in absent}))
         fault = f"the index lists {len(absent)} scales that no file has ({cut_list(absent)})"
         raise refusal(place, fault, hint=f"they should be in {where}; complete the download")
+    if biases := sorted(name for name in held if name.endswith(_BIASES)):
+        fault = f"the scales are of K and V less a bias ({cut_list(biases)})"
+        raise refusal(place, fault, hint="engines read only symmetric KV scales")
     named = [
         (parsed, file)
         for file in files
