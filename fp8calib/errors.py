@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import ClassVar
 from unicodedata import category
 
@@ -148,6 +149,11 @@ class ModelError(Fp8CalibError):
 
 class UnusableConfigError(ModelError):
     """The model type of a config.json is known, but no model can be built from it."""
+
+
+def refusal(path: Path, fault: str, *, hint: str = "") -> ModelError:
+    """Make the error that names a file and its fault."""
+    return ModelError(f"{path}: {fault}", hint=hint)
 
 
 class NotUnderstoodError(ModelError):

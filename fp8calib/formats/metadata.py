@@ -16,7 +16,7 @@ from fp8calib import __version__
 from fp8calib.calibration.stats_header import CalibrationOrigin
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import load_json
-from fp8calib.formats.refusals import refusal
+from fp8calib.errors import refusal
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 
 if TYPE_CHECKING:

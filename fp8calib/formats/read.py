@@ -21,13 +21,12 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.locations import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.errors import ModelError, UsageError, name_ranges
+from fp8calib.errors import ModelError, UsageError, name_ranges, refusal
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles
 from fp8calib.formats.kv.config import read_quant_method
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK, find_spelling
 from fp8calib.formats.kv.rank_files import list_tensor_names
 from fp8calib.formats.kv.read_tensors import list_indexed_scales
-from fp8calib.formats.refusals import refusal
 from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role, Site

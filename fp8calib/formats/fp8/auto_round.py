@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from fp8calib.errors import refusal
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import (
     Arguments,
@@ -20,7 +21,6 @@ from fp8calib.formats.fp8.quantization_config import (
     read_block,
     weight_contradiction,
 )
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.module_paths import matches_expression, refuse_costly
 
 _SPECIAL = frozenset("*+?^$()[]{}|\\")

@@ -21,13 +21,13 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
+from fp8calib.errors import refusal
 from fp8calib.formats.fp8.match_scales import EXPONENT_DTYPES, Fp8Weight, pair_tensors
 from fp8calib.formats.fp8.quantization_config import Activation, contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.formats.kv.validate import check_scales
 from fp8calib.formats.metadata import find_origin
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.module_paths import name_fused_group, span_experts
 from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.encode import decode_rows, decode_scale

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, refusal
 from fp8calib.formats.fp8.dialect import HEAD, NUMBER, Config, ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import (
     Arguments,
@@ -22,7 +22,6 @@ from fp8calib.formats.fp8.quantization_config import (
     weight_contradiction,
 )
 from fp8calib.formats.fp8.targets import make_targets
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.numerics.schemes import GROUP_SIZE, MX_BLOCK, Granularity, InputScaling, Scheme
 

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry, read_header
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.weight_index import find_weights
-from fp8calib.errors import ModelError, cut_list
+from fp8calib.errors import ModelError, cut_list, refusal
 from fp8calib.formats.fp8.quantization_config import FindScheme, StoredScheme, contradiction
 from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
@@ -21,7 +21,6 @@ from fp8calib.formats.fp8.weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.errors import ModelError
-from fp8calib.formats.refusals import refusal
+from fp8calib.errors import ModelError, refusal
 from fp8calib.model.module_paths import matches_expression, refuse_costly
 from fp8calib.numerics.schemes import (
     BLOCK,

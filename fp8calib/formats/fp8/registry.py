@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
-from fp8calib.errors import UsageError, suggest
+from fp8calib.errors import UsageError, refusal, suggest
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect
@@ -16,7 +16,6 @@ from fp8calib.formats.fp8.modelopt import MODELOPT
 from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.fp8.quark import QUARK
 from fp8calib.formats.fp8.uniform import AUTOFP8, FBGEMM, FINEGRAINED, MXFP8
-from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.schemes import Granularity, Scheme
 
 FP8_DIALECTS: dict[str, Fp8Dialect] = {

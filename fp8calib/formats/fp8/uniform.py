@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp8calib.errors import refusal
 from fp8calib.formats.fp8.dialect import Config, ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import (
     Arguments,
@@ -15,7 +16,6 @@ from fp8calib.formats.fp8.quantization_config import (
     read_list,
     unless_ignored,
 )
-from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
 
 _IGNORED = ("ignored_layers", "modules_to_not_convert")

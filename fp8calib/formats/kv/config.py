@@ -8,9 +8,9 @@ from pathlib import Path
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.locations import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
+from fp8calib.errors import refusal
 from fp8calib.formats.kv.validate import check_model_type
 from fp8calib.formats.metadata import find_format
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.errors import cut_list
+from fp8calib.errors import cut_list, refusal
 from fp8calib.formats.dialect import Spelling
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import KV_ROLES, Role
 
 if TYPE_CHECKING:

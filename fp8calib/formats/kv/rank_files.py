@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.errors import cut_list, shorten
+from fp8calib.errors import cut_list, refusal, shorten
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles
 from fp8calib.formats.kv.config import read_config
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK
 from fp8calib.formats.kv.validate import check_precision, check_scales, join_ranks
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import ModelGeometry
 
 if TYPE_CHECKING:  # scales are recognised without torch

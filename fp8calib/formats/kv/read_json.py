@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.errors import cut_list
+from fp8calib.errors import cut_list, refusal
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles
 from fp8calib.formats.kv.validate import check_model_type, check_scales, join_ranks
 from fp8calib.formats.metadata import find_format, parse_origin
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import ModelGeometry
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")

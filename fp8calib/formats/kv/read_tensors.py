@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
-from fp8calib.errors import cut_list, name_ranges
+from fp8calib.errors import cut_list, name_ranges, refusal
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles, Spelling
 from fp8calib.formats.kv.config import read_config
 from fp8calib.formats.kv.parse_names import (
@@ -26,7 +26,6 @@ from fp8calib.formats.kv.validate import (
     missing_layers,
 )
 from fp8calib.formats.metadata import find_origin, find_recorded_format
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
 

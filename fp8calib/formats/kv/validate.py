@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.stats_header import CalibrationOrigin
-from fp8calib.errors import ModelError, cut_list, name_ranges
+from fp8calib.errors import ModelError, cut_list, name_ranges, refusal
 from fp8calib.formats.dialect import ParsedScales
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 

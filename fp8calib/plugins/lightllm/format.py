@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.errors import cut_list
+from fp8calib.errors import cut_list, refusal
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
-from fp8calib.formats.refusals import refusal
 from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN
 
