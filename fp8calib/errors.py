@@ -151,13 +151,13 @@ class UnusableConfigError(ModelError):
     """The model type of a config.json is known, but no model can be built from it."""
 
 
+class NotUnderstoodError(ModelError):
+    """The model can be built, but its layers have no shape that this tool knows."""
+
+
 def refusal(path: Path, fault: str, *, hint: str = "") -> ModelError:
     """Make the error that names a file and its fault."""
     return ModelError(f"{path}: {fault}", hint=hint)
-
-
-class NotUnderstoodError(ModelError):
-    """The model can be built, but its layers have no shape that this tool knows."""
 
 
 class DataError(Fp8CalibError):

@@ -121,6 +121,15 @@ def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
     assert values(ask("vllm", exact, geometry))[0][0] == pytest.approx(0.0123456, rel=1e-7)
 
 
+@pytest.mark.parametrize(("value", "is_said"), [(0.25, False), (0.5, True)])
+def test_two_names_of_one_scale_are_told_where_they_differ(
+    tmp_path: Path, value: float, *, is_said: bool
+) -> None:
+    scales = spell(*PAIR) | spell("attn.k_scale", value=value)
+    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
+    assert any("same target; one is lost" in each for each in report.problems) is is_said
+
+
 @pytest.mark.parametrize(
     ("quantization", "names", "is_said"),
     [
