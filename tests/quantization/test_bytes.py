@@ -386,5 +386,12 @@ def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
     assert not find_finished(tmp_path / "elsewhere", found.plan)
     other = run(source, tmp_path / "other", "fp8-block")
     assert not find_finished(found.out, other.plan)
+    rounded = run(source, tmp_path / "rounded", "fp8-block", power_of_two=True)
+    assert not find_finished(other.out, rounded.plan)
+    mixed, else_mixed = (
+        run(source, tmp_path / name, "w8a16", layer_schemes={f"*.{name}": "fp8-dynamic"})
+        for name in ("o_proj", "down_proj")
+    )
+    assert not find_finished(mixed.out, else_mixed.plan)
     (found.out / "config.json").unlink()
     assert not find_finished(found.out, found.plan)
