@@ -14,9 +14,9 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS, read_facts
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
 
 HEAD = """# What is known of engines

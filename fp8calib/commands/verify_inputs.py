@@ -19,7 +19,7 @@ from fp8calib.commands.options import SKIP_LAYERS, Stats
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
-from fp8calib.engines.numerics import SPARSE_LATENTS
+from fp8calib.engines.arithmetic import SPARSE_LATENTS
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.geometry import Role

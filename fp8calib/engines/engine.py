@@ -19,7 +19,7 @@ from fp8calib.engines.status import Evidence
 from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
 
 if TYPE_CHECKING:
-    from fp8calib.engines.numerics import Numerics
+    from fp8calib.engines.arithmetic import Numerics
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from importlib.metadata import version
 
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.engine import Engine, on_call
 from fp8calib.engines.facts.release import FOLDER, parse_version
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.status import Evidence
 from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU

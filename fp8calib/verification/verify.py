@@ -18,7 +18,7 @@ from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, 
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import ModelGeometry, Role, Site

@@ -24,7 +24,7 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import ExpertsCall, HookedCache, open_hooks
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch
-from fp8calib.engines.numerics import read_numerics
+from fp8calib.engines.arithmetic import read_numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology import find_geometry

@@ -13,7 +13,7 @@ import torch
 from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import Batch
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.verification.verify import measure_noise
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS

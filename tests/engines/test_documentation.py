@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
 from scripts.engine_page import list_facts, make_page, read_meanings
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fp8calib.calibration.hooks import AttentionCall
-from fp8calib.engines.numerics import read_numerics
+from fp8calib.engines.arithmetic import read_numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity

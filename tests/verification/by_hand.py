@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Attention, Role, Site

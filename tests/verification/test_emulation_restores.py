@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology import find_text_decoder

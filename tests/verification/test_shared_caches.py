@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers.models.gemma3n import modeling_gemma3n
 
 import fp8calib
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import UsageError
 from fp8calib.formats.read import read_scales
 from fp8calib.verification.candidates import build_kv_candidate

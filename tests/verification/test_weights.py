@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.geometry import Site

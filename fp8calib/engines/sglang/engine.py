@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from fp8calib.engines.arithmetic import read_numerics
 from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch, on_call
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release, explain_type
-from fp8calib.engines.numerics import read_numerics
 from fp8calib.engines.weights.rules import NameRules, read_weight_rules
 
 _HERE = "fp8calib.engines.sglang"

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
+from fp8calib.engines.arithmetic import Numerics, read_numerics
 from fp8calib.engines.engine import Engine, Launch, Storage, on_call
 from fp8calib.engines.facts.release import (
     ADDED_ROOTS,
@@ -17,7 +18,6 @@ from fp8calib.engines.facts.release import (
     Release,
     explain_type,
 )
-from fp8calib.engines.numerics import Numerics, read_numerics
 from fp8calib.engines.weights.rules import NameRules, read_weight_rules
 
 _HERE = "fp8calib.engines.vllm"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from fnmatch import fnmatch
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.arithmetic import find_served_dtype
 from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
-from fp8calib.engines.numerics import find_served_dtype
 from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
     find_quantization,

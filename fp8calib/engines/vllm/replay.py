@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from fp8calib.engines.arithmetic import find_served_dtype
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, PLACELESS, QUERY_GPUS, VLLM_RUN, Release
-from fp8calib.engines.numerics import find_served_dtype
 from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
     METHODS_FIX,

@@ -20,8 +20,8 @@ from fp8calib.plugins.server.client import (
     run_to_end,
 )
 from fp8calib.plugins.server.decoding import Decoded
+from fp8calib.plugins.server.identify import check_tokenizer, identify
 from fp8calib.plugins.server.model_text import SAMPLING_SEED, count_given
-from fp8calib.plugins.server.recognise import check_tokenizer, recognise
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.served_hooks import count_prompt
 from fp8calib.plugins.server.server_kinds import ServerKind
@@ -237,7 +237,7 @@ def connect(
     async def ask() -> Server:
         timeout_s = min(request.server_timeout, _CONNECTING_S)
         async with ServerClient(endpoint, timeout_s, request.server_concurrency, count) as client:
-            kind, model, most = await recognise(
+            kind, model, most = await identify(
                 client, kind=named[1], model=named[0], likely_kind=request.server_kind
             )
             longest = max(map(len, sequences))

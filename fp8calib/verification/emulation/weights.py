@@ -16,7 +16,7 @@ from torch import nn
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site

@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8calib.commands.recipe import load_recipe
 from fp8calib.commands.request import PythonReporter
 from fp8calib.data.sequences import batches
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.numerics.formats import E4M3FN

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.kv_types.types import CACHE_TYPES

@@ -13,7 +13,7 @@ _PROBE = 'The quick brown fox: 3.14, "na\u00efve" \u6771\u4eac\n\tdef f(x): retu
 _PROBE_TOKENS = 64
 
 
-async def recognise(
+async def identify(
     client: ServerClient, *, kind: str | None, model: str | None, likely_kind: str | None
 ) -> tuple[ServerKind, str, int | None]:
     """Find the kind and the model of a server; `kind` and `model` are what the user named.

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.registry import ENGINES
 
 NUMERICS = {key: engine.numerics for key, engine in ENGINES.items() if engine.numerics is not None}
