@@ -149,13 +149,23 @@ def test_where_vllm_turns_on_no_fp8_cache_by_itself(
     assert any("auto does not turn it on" in each for each in report.problems) is is_said
 
 
+@pytest.mark.parametrize("value", [-1.0, NAN, 0.0, 2.5e-21, 1e15])
+def test_a_scale_of_q_that_was_never_set_is_not_fine(tmp_path: Path, value: float) -> None:
+    """llm-compressor leaves q_scale as memory is, such as 2.5e-21: q in FP8 would clip."""
+    scales = spell(*PAIR) | spell("q_scale", value=value)
+    folder = save_folder(tmp_path / "f", scales, quantization=PER_TENSOR)
+    report = ask("vllm", folder)
+    assert not report.ok
+    assert "is not a scale, but used if q is quantized" in report.suspicious[0]
+    assert all(each.status == "used" for each in report.slots.values())
+    assert ask("vllm-cpu", folder).ok
+
+
 @pytest.mark.parametrize(
     ("engine", "quantization", "names", "value", "words", "said"),
     [
         ("vllm", PER_TENSOR, PAIR, 0.25, "q_scale", "q_scale is loaded (2, such as model.layers"),
-        ("vllm", PER_TENSOR, PAIR, -1.0, "q_scale", "is not a scale, but vLLM uses it"),
-        ("vllm", PER_TENSOR, PAIR, NAN, "q_scale", "is not a scale, but vLLM uses it"),
-        ("vllm", FP8, PAIR, 0.0, "q_scale", "vLLM uses 1.0"),
+        ("vllm", FP8, PAIR, 0.0, "q_scale", "is not a scale: vLLM uses 1.0"),
         ("vllm", FP8, PAIR, 0.25, "attn.prob_scale", "prob_scale is loaded"),
         (
             "vllm",

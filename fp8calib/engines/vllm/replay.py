@@ -43,6 +43,7 @@ from fp8calib.engines.vllm.names import (
     find_loader,
 )
 from fp8calib.errors import shorten
+from fp8calib.formats.kv.validate import is_query_scale
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import NVFP4_CACHE
@@ -175,6 +176,7 @@ class _Replay:
         self._geometry, self._tp, self._release = geometry, tp, release
         self._context = open_indexed(folder, geometry, error="FileNotFoundError")
         self._problems = self._context.problems
+        self._suspicious: list[str] = []
         self._quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
         self.method = find_kv_method(self._quantization, release, beside=folder.modelopt)
         self._is_compressed = self.method is KvMethod.COMPRESSED_TENSORS
@@ -214,7 +216,8 @@ class _Replay:
         if any(context.optional.values()) and method not in (None, KvMethod.NONE):
             self._note_loaded(on_gpus=on_gpus)
         weights = _POOLING if self._is_pooling else None
-        return context.report(layers).model_copy(update={"held": held, "weights": weights})
+        report = context.report(layers).add(suspicious=self._suspicious)
+        return report.model_copy(update={"held": held, "weights": weights})
 
     def _judge_layers(self) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
         context, places = self._context, self._find_places()
@@ -379,11 +382,16 @@ class _Replay:
             gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
             users = f"used if q is quantized (FlashAttention 3, FlashInfer, Triton on {gpus})"
         for what, found in self._context.optional.items():
-            bad = [stored for stored in found if not all(map(is_scale, stored.values))]
-            if bad:
-                effect = ", but vLLM uses it"
-                if not self._is_compressed:
-                    effect = "; where it is not above 0, vLLM uses 1.0"
+            bad = [stored for stored in found if not all(map(is_query_scale, stored.values))]
+            used = [
+                stored
+                for stored in bad
+                if self._is_compressed or any(value > 0 for value in stored.values)
+            ]
+            if used and what == "q_scale" and on_gpus:
+                self._suspicious.append(f"{used[0]} is not a scale, but {users}")
+            elif bad:
+                effect = ", but vLLM uses it" if used else ": vLLM uses 1.0"
                 self._problems.append(f"{bad[0]} is not a scale{effect}")
             elif found:
                 loaded = f"{what} is loaded ({len(found)}, such as {found[0]})"

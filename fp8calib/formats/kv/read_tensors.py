@@ -23,6 +23,7 @@ from fp8calib.formats.kv.validate import (
     ONE_FILLS_BOTH,
     check_precision,
     check_scales,
+    is_query_scale,
     missing_layers,
 )
 from fp8calib.formats.metadata import find_origin, find_recorded_format
@@ -35,8 +36,6 @@ if TYPE_CHECKING:  # scales are recognised without torch
 _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
 _BIASES = (".k_proj.k_bias", ".v_proj.v_bias")
 """What ModelOpt's affine KV cache subtracts before it divides by a scale."""
-_UNSET = 2.0**-40
-"""Scales of q below it, or above its reciprocal, are memory that a tool never set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +84,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
                 if name.spelling is not Spelling.ZERO_POINT:
                     scales.append(stored)
     queries = (item for item in scales if found.drops_bad_query and Role.Q in item.name.roles)
-    bad = [
-        each for each in queries if not ((each.values > _UNSET) & (each.values < 1 / _UNSET)).all()
-    ]
+    bad = [each for each in queries if not all(map(is_query_scale, each.values.flatten().tolist()))]
     if bad:
         scales = [item for item in scales if Role.Q not in item.name.roles]
     values = _merge(place, scales)

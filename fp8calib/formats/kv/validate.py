@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # scales are recognised without torch
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times the smallest fp16 number."""
+_UNSET = 2.0**-40
+"""llm-compressor leaves scales of q unset when it quantizes attention."""
 ONE_FILLS_BOTH = "one scale per layer is used for both k and v"
 OTHER_MODEL = "the scales are of another model"
 
@@ -58,6 +60,11 @@ def check_scales(
     elif stored == "F16" and not bool(bad.any()):
         hint = "a scale under 6e-8 is 0 in fp16; write it in fp32"
     raise refusal(path, fault, hint=hint)
+
+
+def is_query_scale(value: float) -> bool:
+    """Tell whether a number may be a scale of q, rather than memory that a tool never set."""
+    return _UNSET < value < 1 / _UNSET
 
 
 def check_precision(path: Path, where: str, smallest: float, *, stored: str) -> None:
