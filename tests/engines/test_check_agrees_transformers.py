@@ -322,6 +322,10 @@ def restore(tensors: dict[str, torch.Tensor], original: Mapping[str, torch.Tenso
     tensors.update({name: original[name].bfloat16() for name in names})
 
 
+def store_integers(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].view(torch.int8)
+
+
 def rename_scales(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
     for name in [name for name in tensors if name.endswith(".weight_scale")]:
         tensors[f"{name.removesuffix('.weight_scale')}.scale"] = tensors.pop(name)
@@ -337,6 +341,7 @@ def add_scale(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -
         ("modelopt", "fp8-dynamic", rename_scales, "is FP8, but transformers uses its codes"),
         ("autofp8", "fp8-block", restore, "is BF16, and transformers multiplies it by"),
         ("autofp8", "fp8-block", add_scale, ""),
+        (CT, "fp8-dynamic", store_integers, "is I8: transformers takes its values for floats"),
     ],
 )
 def test_weights_are_multiplied_by_the_scales_that_are_read(

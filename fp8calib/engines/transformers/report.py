@@ -216,9 +216,11 @@ class _Report:
         scheme = getattr(module, "quantization_scheme", None)
         is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
         has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
+        # FP4: two values in a byte, and exponents beside them in MXFP4
+        is_packed = f"{name.rpartition('.')[0]}.weight_packed" in self._stored
         if parameter is None or len(entry.shape) != 2:
             pass
-        elif is_float and has_exponents is stored.is_floating_point and parameter.dtype != stored:
+        elif is_float and has_exponents is stored.is_floating_point and not is_packed:
             kind = "exponents" if has_exponents else "floats"
             yield f"{text}: transformers takes its values for {kind}"
         elif stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
