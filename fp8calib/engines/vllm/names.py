@@ -9,7 +9,7 @@ Sources (vLLM 0.32.0, run; the same in 0.33.0): `models/utils.py` (`WeightsMappe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
 
@@ -18,7 +18,9 @@ from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
-from fp8calib.errors import shorten
+from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.fp8.quantization_config import ContradictionError
+from fp8calib.formats.fp8.registry import load_finder
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.model.geometry import KV_ROLES, Role
@@ -224,23 +226,39 @@ class WeightLoader:
                 continue
             why = self.find_fault(name)
             is_of_weight = _is_companion(name) and parse_name(name) is None
-            is_left = module in self._quantized or (self._quantized and split_expert(module))
-            if why and not (is_of_weight and is_left):
+            if why and not (is_of_weight and self._is_quantized(module)):
                 raise self._refuse(name, why)
 
     @cached_property
-    def _quantized(self) -> Collection[str]:
-        """The modules whose weights vLLM may have parameters of scales for; none in 16 bits."""
-        tensors = self._context.tensors
+    def _is_quantized(self) -> Callable[[str], bool]:
+        """Tells whether vLLM may have parameters for the scales of a module's weight."""
+        tensors, folder = self._context.tensors, self._context.folder
         has_codes = any(
             (name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES)
             or (entry.dtype in WEIGHT_FORMATS and not _is_scale_name(name))
             for name, entry in tensors.items()
         )
-        matrices = (name for name, each in tensors.items() if len(each.shape) > 1)
-        meant = (linear.checkpoint_name or "" for _, linear in self._context.geometry.linears())
-        names = [*(name.rpartition(".")[0] for name in matrices), *meant] if has_codes else []
-        return {name.removesuffix(".weight") for name in names}
+        if has_codes:
+            matrices = (name for name, each in tensors.items() if len(each.shape) > 1)
+            linears = {name.rpartition(".")[0] for name in matrices}
+            meant = (linear.checkpoint_name for _, linear in self._context.geometry.linears())
+            linears |= {(name or "").removesuffix(".weight") for name in meant}
+            return lambda module: module in linears or split_expert(module) is not None
+        try:
+            _, find_scheme = load_finder(folder.path, folder.config)
+        except ModelError:
+            return lambda _: False
+
+        def is_quantized(module: str) -> bool:
+            if f"{module}.weight" not in tensors:
+                return False
+            try:
+                find_scheme(module)
+            except ModelError as error:
+                return not isinstance(error, ContradictionError)
+            return True
+
+        return is_quantized
 
     def _refuse(self, name: str, why: str) -> Refusal:
         geometry, stored = self._context.geometry, self._context.scales.get(name)
