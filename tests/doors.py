@@ -23,9 +23,9 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.stats_header import BackOff, Observe, StatsHeader
-from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
@@ -95,7 +95,8 @@ class Subject:
     prepared: PreparedModel
     source: ModelSource
     checkpoint: Checkpoint
-    streaming: Streaming | None
+    mode: MemoryPlan
+    device: str
 
     def header(self, plan: DataPlan, observe: Observe = OBSERVE) -> StatsHeader:
         """Make the header of a run."""
@@ -124,7 +125,8 @@ class Subject:
             observe=observe,
             batch_size=batch_size,
             progress=progress or Silent(),
-            streaming=self.streaming,
+            mode=self.mode,
+            device=self.device,
             **vars(share or WorkShare()),
         )
         return collect_stats(run)
@@ -148,12 +150,11 @@ def opened(
 ) -> Iterator[Subject]:
     """Open a model folder."""
     source = open_source(str(folder))
-    streaming = None
+    mode = MemoryPlan()
     if streamed:
         model = build_skeleton(source, dtype=dtype)
-        streaming = Streaming(
-            dtype=dtype,
-            device=device,
+        mode = MemoryPlan(
+            is_streamed=True,
             hidden_ram_bytes=hidden_ram_bytes,
             scratch=folder.parent,
             copies_ahead=copies_ahead,
@@ -162,7 +163,7 @@ def opened(
     else:
         model = load_model(source, dtype=dtype, device=device, device_map=None)
     with Checkpoint.open(folder) as checkpoint:
-        yield Subject(prepare(model, checkpoint, ()), source, checkpoint, streaming)
+        yield Subject(prepare(model, checkpoint, ()), source, checkpoint, mode, device)
 
 
 def as_bytes(stats: CalibrationStats, folder: Path) -> bytes:

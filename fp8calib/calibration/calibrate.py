@@ -31,6 +31,7 @@ from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.journal import INTERVAL_S, Journal
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
@@ -60,7 +61,7 @@ from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
 
 if TYPE_CHECKING:  # a model in memory needs none of it
-    from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, Streaming
+    from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel
 
 _GPU_BATCH_TOKENS = 8192
 """About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""
@@ -94,8 +95,9 @@ class CalibrationRun:
     observe: Observe
     batch_size: int
     progress: Progress
-    streaming: Streaming | None = None
-    """How the layers are read one by one; None for a model in memory."""
+    mode: MemoryPlan = field(default_factory=MemoryPlan)
+    device: str = "cpu"
+    """Where a streamed model computes."""
     shard: Share | None = None
     journal: Journal | None = None
     """What earlier runs have done; None for a run that cannot be resumed."""
@@ -176,7 +178,7 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
     failure: CalibrationError | None = None
     with ExitStack() as stack:
         streamed, device = None, prepared.model.device
-        if run.streaming is None:
+        if not run.mode.is_streamed:
             weights = {linear.weight_name for _, linear in prepared.geometry.linears()}
             read = prepared.weights.tensor_names(weights)
         else:
@@ -185,7 +187,7 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
 
             tokens = find_distinct_tokens(todo)
             streamed = stack.enter_context(
-                open_streamed(prepared, run.checkpoint, tokens, run.streaming)
+                open_streamed(prepared, run.checkpoint, tokens, run.mode, run.device)
             )
             device = streamed.device
             read = frozenset(name for part in streamed.parts for name in part.tensors)

@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -221,26 +220,21 @@ def load_stats_file(
         path = path / STATS_NAME
     if not path.is_file():
         raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
-    try:
-        metadata = read_header(path).metadata
-    except ModelError as error:
-        raise ModelError(error.message, hint=_HINT) from error
+    metadata = read_header(path).metadata
     if METADATA_KEY not in metadata:
         command = f"fp8calib extract-kv-scales --quantized-model {shlex.quote(str(path))}"
         hint = f"{_HINT}; `{command} --model MODEL --save-path DIR` converts scales"
         raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
     try:
         stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""), as_arrays)
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = ": ".join(filter(None, (shorten(".".join(map(str, first["loc"]))), first["msg"])))
+    except (ValidationError, ValueError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            places = shorten(".".join(map(str, first["loc"])))
+            reason = ": ".join(filter(None, (places, first["msg"])))
         raise ModelError(
             f"{path} is damaged, or of another version of this tool: {reason}", hint=_HINT
-        ) from error
-    except (KeyError, ValueError) as error:
-        is_missing = " is missing" if isinstance(error, KeyError) else ""
-        raise ModelError(
-            f"{path} is damaged: {shorten(str(error))}{is_missing}", hint=_HINT
         ) from error
     if stats.shard is not None and not accepts_shard:
         raise UsageError(
@@ -254,33 +248,24 @@ def load_stats_file(
 def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> CalibrationStats:
     envelope = _Envelope.model_validate_json(envelope_text)
     shard = StatsShard.model_validate_json(shard_text) if shard_text else None
+    arrays = {
+        key: np.fromfile(
+            path,
+            _ARRAY_DTYPES.get(entry.dtype, np.uint8),
+            count=math.prod(entry.shape),
+            offset=entry.start,
+        ).reshape(entry.shape)
+        for key, entry in read_header(path).tensors.items()
+    }
+    if envelope.digest != _digest(envelope, arrays, shard_text):
+        raise ValueError("its digest does not match its contents")
     # torch takes seconds to import
     convert: Any = (lambda array: array) if as_arrays else import_module("torch").from_numpy
-    arrays = {}
-    for key, entry in read_header(path).tensors.items():
-        # one of another dtype, which is a fault, is read as its bytes
-        dtype = _ARRAY_DTYPES.get(entry.dtype)
-        count = entry.size_bytes if dtype is None else math.prod(entry.shape)
-        array = np.fromfile(path, dtype or np.uint8, count=count, offset=entry.start)
-        arrays[key] = array if dtype is None else array.reshape(entry.shape)
     stored = {key: key for key in arrays if key != "text_hashes"}  # of earlier versions
     by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
     for key, first in (stored | envelope.aliases).items():
         text, _, name = key.rpartition("/")
-        if name not in NAMES:
-            raise ValueError(f"unknown tensor {key}")
-        array = arrays[first]
-        is_typed = array.dtype == (np.int64 if name in COUNTS else np.float32)
-        is_long = name not in LENGTHS or array.shape == (LENGTHS[name],)
-        if not (is_typed and is_long and (np.isfinite(array) & (array >= 0)).all()):
-            what = "counts" if name in COUNTS else "magnitudes"
-            raise ValueError(f"{key} holds values that are not {what}, or too few or many")
-        by_site[text][name] = convert(array)
-    for text, found in by_site.items():
-        if "amax" not in found:
-            raise KeyError(f"{text}/amax")
-    if envelope.digest != _digest(envelope, arrays, shard_text):
-        raise ValueError("its digest does not match its contents")
+        by_site[text][name] = convert(arrays[first])
     return CalibrationStats(
         header=envelope.header,
         sites={
@@ -327,21 +312,17 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
     Raises:
         ModelError: the shards are of different runs, one is given twice, or one is missing.
     """
-    if not named:
-        raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
     found: list[tuple[str, CalibrationStats, StatsShard]] = []
     for name, stats in named:
         shard = stats.shard
-        if shard is None:
+        if shard is None or shard.is_checkpoint:
+            what = "the statistics of a whole run"
+            if shard is not None:
+                what = "the checkpoint of an interrupted run: repeat its command with --resume"
             raise ModelError(
-                f"{name} is not a shard: it holds the statistics of a whole run",
+                f"{name} is not a finished shard, but {what}",
                 hint="name the files of the shards; `fp8calib calibrate ... --shard I/N` writes "
                 "one",
-            )
-        if shard.is_checkpoint:
-            raise ModelError(
-                f"{name} is the checkpoint of an interrupted run, not a finished shard",
-                hint="finish that run first: repeat its command with --resume",
             )
         found.append((name, stats, shard))
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
@@ -353,26 +334,14 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
                 f"{name} and {first_name} are of different runs: {why}",
                 hint="the runs of all shards must differ only in --shard",
             )
-    for (name, _, shard), (other, _, following) in pairwise(found):
-        if shard.index == following.index:
-            raise ModelError(
-                f"{name} and {other} are both {shard.describe()}", hint="name every shard once"
-            )
-    count = first_shard.count
-    missing = sorted({*range(1, count + 1)} - {shard.index for *_, shard in found})
-    if missing:
-        what = "shards {} of {} are" if len(missing) > 1 else "shard {} of {} is"
-        raise ModelError(
-            f"{what.format(', '.join(map(str, missing)), count)} missing",
-            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
-        )
-    sequences = join_ranges([each for *_, shard in found for each in shard.sequences])
-    if sequences != ((0, first.header.num_sequences),):
-        raise ModelError(
-            f"{', '.join(name for name, *_ in found)}: together they do not hold all "
-            f"{first.header.num_sequences} sequences",
-            hint="name the files of finished runs, not the checkpoints of interrupted ones",
-        )
+    count, indices = first_shard.count, [shard.index for *_, shard in found]
+    if indices != [*range(1, count + 1)]:
+        lacking = min({*range(1, count + 1)} - {*indices}, default=None)
+        hint = "name every shard once"
+        if lacking is not None:
+            hint = f"run `fp8calib calibrate ... --shard {lacking}/{count}`, then name its file"
+        given = ", ".join(map(str, indices))
+        raise ModelError(f"a run of {count} shards needs each once, found {given}", hint=hint)
     others = [stats.header.skipped for _, stats, _ in found[1:]]
     skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
     return replace(

@@ -211,10 +211,10 @@ class Journal:
         try:
             stats = load_stats_file(path, accepts_shard=True)
         except ModelError as error:
-            raise ModelError(error.message, hint=again) from error
+            error.hint = again
+            raise
         own, here = stats.shard, self._shard
-        if own is None:
-            raise ModelError("a checkpoint holds complete statistics", hint=again)
+        assert own is not None  # noqa: S101 -- `_save_stats` writes no other
         difference = stats.header.explain_other(self._header) or own.explain_other(here)
         if not difference and own.index != here.index:
             difference = f"{own.describe()}, and {here.describe()}"

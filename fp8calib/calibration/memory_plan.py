@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,6 @@ from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.geometry import Layer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.text import GIB, count_decimals, describe_peak, format_gib
-
-if TYPE_CHECKING:  # a model in memory needs none of it
-    from fp8calib.calibration.streamed_model import Streaming
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
 _ROUNDED_BYTES = 2**25  # two runs of a command differ by less: the --memory an error names works
@@ -84,8 +81,7 @@ class Workload:
 class MemoryPlan:
     """How a model is held in memory while it runs, and what that needs."""
 
-    streaming: Streaming | None = None
-    """None: the model is whole."""
+    is_streamed: bool = False
     why: str = ""
     """Empty if there is nothing to plan: something else has placed the model, or does so."""
     num_layers: int = 0
@@ -95,17 +91,23 @@ class MemoryPlan:
     limit_bytes: int = 0
     device_peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes on the GPU; empty without one."""
-    scratch_bytes: int = 0
     models_in_a_batch: int = 1
     """The unquantized model, and the candidates that run in one batch with it."""
+    scratch: Path = Path()
+    """Of a streamed model: the folder of the hidden states beyond `hidden_ram_bytes`."""
+    scratch_bytes: int = 0
+    hidden_ram_bytes: int = 0
+    hidden_gpu_bytes: int = 0
+    """Hidden states up to this stay on the GPU."""
+    copies_ahead: bool = False
+    """Whether the next layer is copied to the GPU while a layer computes: there is room for two."""
 
     def as_json(self) -> dict[str, Any]:
         """Give the plan as in `--json` and report.json."""
         if not self.why:
             return {"streamed": False}
-        scratch = self.streaming.scratch if self.streaming and self.scratch_bytes else None
         return {
-            "streamed": self.streaming is not None,
+            "streamed": self.is_streamed,
             "why": self.why,
             "layers": self.num_layers,
             "read_bytes": self.read_bytes,
@@ -114,7 +116,7 @@ class MemoryPlan:
             "memory_limit_bytes": self.limit_bytes,
             "device_peak_bytes": sum(self.device_peak.values()) or None,
             "scratch_bytes": self.scratch_bytes,
-            "scratch_folder": None if scratch is None else str(scratch),
+            "scratch_folder": str(self.scratch) if self.scratch_bytes else None,
             "models_in_a_batch": self.models_in_a_batch if self.models_in_a_batch > 1 else None,
         }
 
@@ -127,7 +129,7 @@ class MemoryPlan:
                 f"the unquantized model and {self.models_in_a_batch - 1} of the candidates share "
                 "each batch: their figures differ by rounding from those one by one"
             )
-        if self.streaming is None:
+        if not self.is_streamed:
             return
         layers, read = self.num_layers, format_gib(self.read_bytes)
         yield f"it reads {read} of weights, {layers} layers, and needs {describe_peak(self.peak)}"
@@ -135,7 +137,7 @@ class MemoryPlan:
             yield f"on the GPU it needs {describe_peak(self.device_peak)}"
         if self.scratch_bytes:
             size = format_gib(self.scratch_bytes)
-            yield f"{size} of hidden states are stored in {self.streaming.scratch}"
+            yield f"{size} of hidden states are stored in {self.scratch}"
 
 
 class Limits(NamedTuple):
@@ -218,27 +220,23 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
     full = None
     with suppress(UsageError):
         full = plan_memory(work, limits)
-        if full.streaming is None:
+        if not full.is_streamed:
             return full
     size //= 2
     halves = [half for batch in work.batches for half in cut_into(batch, size)]
     smaller = plan_halved(replace(work, batches=halves), limits, size)
-    if full is None or full.streaming is None or smaller.streaming is None:
+    if full is None or not smaller.is_streamed:
         return smaller
-    stays_on_gpu = [
-        (streaming.copies_ahead, streaming.hidden_gpu_bytes > 0)
-        for streaming in (full.streaming, smaller.streaming)
-    ]
-    return smaller if stays_on_gpu[1] > stays_on_gpu[0] else full
+    mine, own = ((each.copies_ahead, each.hidden_gpu_bytes > 0) for each in (full, smaller))
+    return smaller if own > mine else full
 
 
 def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
-    # a model in memory needs none of them
-    from fp8calib.calibration.streamed_model import Streaming  # noqa: PLC0415
+    # a model in memory needs none of it
     from fp8calib.calibration.streamed_weights import PartLoader  # noqa: PLC0415
 
     itemsize = work.dtype.itemsize
-    loader = PartLoader(work.prepared, work.checkpoint, dtype=work.dtype, device=work.device)
+    loader = PartLoader(work.prepared, work.checkpoint, device=work.device)
     layers, around = loader.layers(), loader.around_layers().placed
     embedding = len(find_distinct_tokens(work.batches)) * work.config.hidden_size * itemsize
     towers = 0  # they are dropped before the first layer is read
@@ -290,21 +288,18 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
         )
     read = work.walks * (sum(stored) + head) + embedding + around
     return MemoryPlan(
-        num_layers=len(layers),
-        streaming=Streaming(
-            dtype=work.dtype,
-            device=work.device,
-            hidden_ram_bytes=in_ram,
-            scratch=work.scratch,
-            copies_ahead=copies_ahead,
-            hidden_gpu_bytes=on_gpu,
-        ),
+        is_streamed=True,
         why=why,
+        num_layers=len(layers),
         read_bytes=max(read, work.least_read_bytes),
         peak={**host, "hidden states": 0 if on_gpu else in_ram},
         limit_bytes=limits.host_bytes,
         device_peak={} if limits.device_bytes is None else device,
+        scratch=work.scratch,
         scratch_bytes=on_disk,
+        hidden_ram_bytes=in_ram,
+        hidden_gpu_bytes=on_gpu,
+        copies_ahead=copies_ahead,
     )
 
 

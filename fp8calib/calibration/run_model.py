@@ -40,7 +40,7 @@ class RunModel:
 
     def load(self, mode: MemoryPlan, progress: Progress) -> PreparedModel:
         """Give the model with its weights, or without them the one that is streamed."""
-        if self.is_live or mode.streaming is not None:
+        if self.is_live or mode.is_streamed:
             return self.prepared
         progress.stage("loading the model", None)
         model = load_model(

@@ -89,12 +89,12 @@ class CalibrationOrigin:
             ValueError: they have another form.
         """
         # earlier versions recorded hashes of the whole text
-        if not isinstance(fields, Mapping) or not set(fields) <= {*_KEYS, "text"}:
-            raise ValueError(f"not an object of {', '.join(_KEYS)}")
-        model, data, start = (fields.get(key, "") for key in _KEYS)
-        if not all(_FINGERPRINT.fullmatch(str(text)) for text in (model, data or model)):
+        given = fields if isinstance(fields, Mapping) else {}
+        model, data, start = (str(given.get(key, "")) for key in _KEYS)
+        is_known = set(given) <= {*_KEYS, "text"}
+        if not (is_known and all(map(_FINGERPRINT.fullmatch, (model, data or model)))):
             raise ValueError("not a fingerprint of 64 hexadecimal digits")
-        return cls(model=str(model), data=str(data), text_start=str(start))
+        return cls(model=model, data=data, text_start=start)
 
 
 def explain_difference(calibrated: str, here: str, *, between: str = ", here ") -> str:

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from fp8calib.calibration.decoder import (
 )
 from fp8calib.calibration.hooks import changed_input
 from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, HiddenStateStore, LayerSteps
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.streamed_weights import (
     EmbeddingRows,
     HeldTensors,
@@ -38,22 +38,6 @@ from fp8calib.model.geometry import Layer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streaming:
-    """How a model is streamed: dtype, device, and where hidden states are stored."""
-
-    dtype: torch.dtype
-    device: str
-    hidden_ram_bytes: int
-    """Hidden states beyond this are stored in a file."""
-    scratch: Path
-    """The folder of that file."""
-    copies_ahead: bool = False
-    """Whether the next layer is copied to the GPU while a layer computes: there is room for two."""
-    hidden_gpu_bytes: int = 0
-    """Hidden states up to this stay on the GPU."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,19 +67,19 @@ class StreamedModel:
         self,
         prepared: PreparedModel,
         loader: PartLoader,
-        streaming: Streaming,
+        plan: MemoryPlan,
         embeddings: Mapping[str, EmbeddingRows],
     ) -> None:
         self.prepared = prepared
         self.model, self.geometry = prepared.model, prepared.geometry
-        self.device = torch.device(streaming.device)
+        self.device = torch.device(loader.device)
         self.embeddings = embeddings
         self.parts = loader.layers()
         self._loader = loader
-        self._streaming = streaming
+        self._plan = plan
         self._begin_next: Callable[[], None] = lambda: None
         self._copying: torch.cuda.Stream | None = None
-        if streaming.copies_ahead:
+        if plan.copies_ahead:
             self._copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._computed: torch.cuda.Event | None = None
         """Recorded after the last use of the layer that was dropped last."""
@@ -103,9 +87,9 @@ class StreamedModel:
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
         return HiddenStateStore(
-            ram_limit_bytes=self._streaming.hidden_ram_bytes,
-            folder=self._streaming.scratch,
-            gpu_limit_bytes=self._streaming.hidden_gpu_bytes,
+            ram_limit_bytes=self._plan.hidden_ram_bytes,
+            folder=self._plan.scratch,
+            gpu_limit_bytes=self._plan.hidden_gpu_bytes,
         )
 
     @contextmanager
@@ -246,9 +230,13 @@ class StreamedModel:
 
 @contextmanager
 def open_streamed(
-    prepared: PreparedModel, checkpoint: Checkpoint, tokens: torch.Tensor, streaming: Streaming
+    prepared: PreparedModel,
+    checkpoint: Checkpoint,
+    tokens: torch.Tensor,
+    plan: MemoryPlan,
+    device: str,
 ) -> Iterator[StreamedModel]:
-    """Prepare a model for streaming: it is built without weights, in the dtype of `streaming`.
+    """Prepare a model for streaming; it is built without weights.
 
     Only the embeddings of `tokens` (int64, any shape) are read.
 
@@ -256,21 +244,21 @@ def open_streamed(
         ModelError: a buffer is neither stored nor computed by transformers.
     """
     keep_freed_memory()
-    weights, dtype, device = prepared.weights, streaming.dtype, streaming.device
-    loader = PartLoader(prepared, checkpoint, dtype=dtype, device=device)
+    weights = prepared.weights
+    loader = PartLoader(prepared, checkpoint, device=device)
     _compute_buffers(prepared.model, loader)
     embeddings: dict[str, EmbeddingRows] = {}
     with ExitStack() as stack:
         for path, module in embeddings_by_row(weights).items():
             name = f"{path}.weight"
             read_rows = partial(weights.read_rows, name)
-            rows = EmbeddingRows(module, read_rows, dtype=dtype, device=device)
+            rows = EmbeddingRows(module, read_rows, dtype=prepared.model.dtype, device=device)
             rows.read(tokens[tokens < module.num_embeddings])
             module.padding_idx = None  # used only in training, and may exceed the number of rows
             embeddings[name] = rows
             stack.enter_context(changed_input(module, rows.look_up))
         stack.enter_context(loader.placed(loader.around_layers()))
-        yield StreamedModel(prepared, loader, streaming, embeddings)
+        yield StreamedModel(prepared, loader, plan, embeddings)
 
 
 def store_calls(

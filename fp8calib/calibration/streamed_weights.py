@@ -73,9 +73,7 @@ class ModelPart:
 class PartLoader:
     """Loads parts of a model that was built without weights, and drops them again."""
 
-    def __init__(
-        self, prepared: PreparedModel, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str
-    ) -> None:
+    def __init__(self, prepared: PreparedModel, checkpoint: Checkpoint, *, device: str) -> None:
         self.weights = prepared.weights
         self.checkpoint = checkpoint
         self.device = device
@@ -86,7 +84,7 @@ class PartLoader:
         self._maker = {made: key for key, group in groups for made in group}
         self._tied = tied_names(self._model)
         # the dtypes of parameters that transformers loads in another one than the model's
-        self._dtypes: dict[str, torch.dtype] = self._model._get_dtype_plan(dtype)
+        self._dtypes: dict[str, torch.dtype] = self._model._get_dtype_plan(self._model.dtype)
         self._globs: Any = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
 
     # --- parts ------------------------------------------------------------------------------------

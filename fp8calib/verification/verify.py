@@ -402,7 +402,7 @@ def plan_verification(
     limits = find_limits(model.device, model.memory)
     plan = plan_memory(work, limits, cannot_stream=cannot_stream)
     count = 1 + sum(map(can_share, scored))
-    is_whole = limits.device_bytes is not None and plan.streaming is None
+    is_whole = limits.device_bytes is not None and not plan.is_streamed
     is_text = all(batch.media is None for batch in text)
     if not (may_share and is_whole and is_text and count > 1):
         return plan
@@ -425,14 +425,14 @@ def open_scored(
     if isinstance(model.checkpoint, LiveCheckpoint) and any(c.weights for c in asked.candidates):
         model.checkpoint.hold()
     prepared = model.load(mode, progress)
-    if mode.streaming is None:
+    if not mode.is_streamed:
         yield prepared
         return
     # most models fit into memory
     from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
 
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
-    with open_streamed(prepared, model.checkpoint, tokens, mode.streaming) as streamed:
+    with open_streamed(prepared, model.checkpoint, tokens, mode, model.device) as streamed:
         yield streamed
 
 

@@ -93,34 +93,18 @@ def damage(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]
     save_file(tensors, path, metadata={"fp8calib": json.dumps(header)})
 
 
-PROGRESS, HISTOGRAM = f"{K}/progress", f"{K}/histogram"
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> None:
-    damage(path, lambda tensors, _: tensors[PROGRESS].__setitem__(1, value))
-    with pytest.raises(ModelError, match="progress holds values that are not magnitudes"):
-        load_stats_file(path)
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda t, _: t.update({PROGRESS: torch.ones(4, dtype=torch.int64)}), "not magnitudes"),
-        (
-            lambda t, _: t[HISTOGRAM].__setitem__(0, -1),
-            "histogram holds values that are not counts",
-        ),
-        (lambda t, _: t.update({f"{K}/positions": torch.ones(5)}), "positions .* too few or many"),
+        (lambda t, _: t[f"{K}/progress"].__setitem__(1, float("nan")), "its digest does not"),
+        (lambda t, _: t.update({f"{K}/progress": torch.ones(4).half()}), "its digest does not"),
         (lambda _, h: h["header"]["modality_tokens"].update(smell=1), "header.modality_tokens"),
-        (lambda t, _: t.pop(f"{UP}/amax"), "amax' is missing"),
-        (lambda t, _: t.update({f"{K}/nonsense": torch.ones(1)}), "unknown tensor"),
+        (lambda t, _: t.pop(f"{UP}/amax"), "its digest does not"),
         (lambda _, h: h["header"].update(schema_version=3), "header.schema_version"),
         (lambda _, h: h["header"].pop("geometry"), "header.geometry"),
         (lambda _, h: h["header"].update(surprise=1), "header.surprise"),
         (lambda _, h: h["counts"].update({str(K): -1}), "counts"),
-        (lambda _, h: h["counts"].update({"model.layers.0.nonsense": 1}), "missing|valid Role"),
-        (lambda _, h: h.update(aliases={f"{K}/amax": "nowhere"}), "'nowhere' is missing"),
+        (lambda _, h: h.update(aliases={f"{K}/amax": "nowhere"}), "its digest does not"),
     ],
 )
 def test_a_damaged_file_is_refused(path: Path, change: Callable[..., object], told: str) -> None:
@@ -211,7 +195,7 @@ def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> N
 
 def test_a_part_that_is_there_twice_is_refused() -> None:
     first, second = make_parts()
-    with pytest.raises(ModelError, match="part1 and again are both shard 1 of 2"):
+    with pytest.raises(ModelError, match="2 shards needs each once, found 1, 1, 2"):
         merge_shards([first, second, ("again", first[1])])
 
 
@@ -225,9 +209,7 @@ def test_parts_of_another_cut_are_refused() -> None:
 
 def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
     first, second = make_parts()
-    with pytest.raises(ModelError, match="do not hold all 2 sequences"):
-        merge_shards([first, ("unfinished", with_part(second[1], sequences=()))])
-    with pytest.raises(ModelError, match="kept is the checkpoint of an interrupted run"):
+    with pytest.raises(ModelError, match="kept is not a finished shard, but the checkpoint of an"):
         merge_shards([first, ("kept", with_part(second[1], is_checkpoint=True))])
 
 

@@ -85,11 +85,11 @@ def stream(work: Workload, found: Limits) -> MemoryPlan:
 def test_a_model_larger_than_the_limit_is_not_held_whole(work: Workload) -> None:
     large = replace(work, extra={"statistics": 2**30})
     needed = sum(plan_memory(large, limits(2**34)).peak.values())
-    assert plan_memory(large, limits(needed)).streaming is None
+    assert not plan_memory(large, limits(needed)).is_streamed
     with pytest.raises(UsageError, match="as the caller says"):
         plan_memory(large, limits(needed - 1), cannot_stream=UsageError("as the caller says"))
     streamed = plan_memory(large, limits(needed - EMBEDDING))
-    assert streamed.streaming is not None
+    assert streamed.is_streamed
     assert streamed.why.startswith("streaming layer by layer: the model needs ")
 
 
@@ -100,7 +100,7 @@ def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(work: Workload) -
     with pytest.raises(UsageError, match="even layer by layer"):
         plan_memory(large, limits(of_two))
     planned = plan_halved(large, limits(of_two), 8)
-    assert planned.streaming is None
+    assert not planned.is_streamed
     assert sum(planned.peak.values()) == of_two
     assert plan_halved(large, limits(2**30), 8) == plan_memory(large, limits(2**30))
     streamed = replace(large, always_streams="asked for by a test")
@@ -114,7 +114,7 @@ def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload)
         stream(work, limits(50 * 2**20))
     named = caught.value.hint.split("use --memory ")[1].split(" ")[0]
     found = limits(int(float(named) * 2**30))
-    assert stream(work, found).streaming is not None
+    assert stream(work, found).is_streamed
     with pytest.raises(UsageError):
         stream(work, limits(found.host_bytes - 2**26))
 
@@ -124,8 +124,8 @@ def test_a_gpu_holds_two_layers_and_the_hidden_states_where_they_fit(work: Workl
     device, seen = 2**30, []
     for copies_ahead, on_gpu in ((True, STATES), (True, 0), (False, 0)):
         plan = stream(work, limits(2**30, device=device))
-        assert plan.streaming is not None
-        assert (plan.streaming.copies_ahead, plan.streaming.hidden_gpu_bytes) == (
+        assert plan.is_streamed
+        assert (plan.copies_ahead, plan.hidden_gpu_bytes) == (
             copies_ahead,
             on_gpu,
         )
@@ -161,9 +161,7 @@ def test_smaller_batches_are_planned_where_a_gpu_then_has_room_for_two_layers(
     room = limits(2**30, device=sum(whole.device_peak.values()) - 1)
     kept = plan_memory(large, room)
     smaller = plan_halved(large, room, 8)
-    assert kept.streaming is not None
-    assert smaller.streaming is not None
-    assert kept.streaming.hidden_gpu_bytes == 0 < smaller.streaming.hidden_gpu_bytes
+    assert kept.hidden_gpu_bytes == 0 < smaller.hidden_gpu_bytes
     assert smaller.device_peak["micro-batch"] < kept.device_peak["micro-batch"]
 
 

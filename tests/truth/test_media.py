@@ -117,9 +117,8 @@ def test_what_towers_give_shares_the_memory_of_hidden_states(tmp_path: Path) -> 
         assert sum(each.ram_bytes for each in set(stores)) <= limit
 
     with opened(tmp_path, streamed=True) as subject, patch.object(HiddenStateStore, "put", count):
-        assert subject.streaming is not None
-        streaming = replace(subject.streaming, hidden_ram_bytes=limit)
-        replace(subject, streaming=streaming).calibrate(plan=plan, batch_size=1)
+        mode = replace(subject.mode, hidden_ram_bytes=limit)
+        replace(subject, mode=mode).calibrate(plan=plan, batch_size=1)
     assert stores[0].file_bytes > 0
 
 

@@ -151,10 +151,11 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                     ]
                 )
                 model: Any = nullcontext(subject.prepared)
-                if subject.streaming is not None:
+                if subject.mode.is_streamed:
                     tokens = find_distinct_tokens(text)
                     model = open_streamed(
-                        subject.prepared, subject.checkpoint, tokens, subject.streaming
+                        *(subject.prepared, subject.checkpoint, tokens, subject.mode),
+                        subject.device,
                     )
                 with model as run, WorkCounter(torch.device("cuda")) as counter:
                     score(run, candidates, text, hooks, progress=SILENT)

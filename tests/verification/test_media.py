@@ -72,7 +72,7 @@ def streamed(streams: bool) -> Any:
     def chosen(work: Any, *args: Any, **kwargs: Any) -> Any:
         why = "asked for by a test" if streams else work.always_streams
         mode = choose(replace(work, always_streams=why), *args, **kwargs)
-        assert (mode.streaming is not None) == streams
+        assert mode.is_streamed == streams
         return mode
 
     return patch.object(verify, "plan_memory", chosen)

@@ -11,7 +11,8 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.layer_steps import LayerSteps
-from fp8calib.calibration.streamed_model import Streaming, open_streamed
+from fp8calib.calibration.memory_plan import MemoryPlan
+from fp8calib.calibration.streamed_model import open_streamed
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
@@ -92,11 +93,9 @@ def compare(
         prepared = prepare(model, checkpoint)
         if not streamed:
             return score(prepared, named, todo, looking, progress=progress), looking
-        streaming = Streaming(
-            dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
-        )
+        mode = MemoryPlan(is_streamed=True, hidden_ram_bytes=ram_bytes, scratch=folder.parent)
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
-        with open_streamed(prepared, checkpoint, tokens, streaming) as opened:
+        with open_streamed(prepared, checkpoint, tokens, mode, "cpu") as opened:
             found = score(opened, named, todo, looking, progress=progress)
         assert sum(told) == plan.num_tokens * (len(emulations) + 1)
         return found, looking
