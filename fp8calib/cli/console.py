@@ -142,10 +142,10 @@ def show_error(kind: str, message: str, hint: str, exit_code: int, *, as_json: b
     if hint:
         _err.print(_clean(f"hint: {hint}"))
     if as_json:
-        from fp8calib.commands.result import ErrorResult, Failure  # noqa: PLC0415 -- pydantic
+        from fp8calib.commands.result import ErrorResult  # noqa: PLC0415 -- pydantic
 
-        error = Failure.model_validate({"kind": kind, "message": message, "hint": hint})
-        print_json(ErrorResult(error=error).to_json())
+        failed = ErrorResult(error={"kind": kind, "message": message, "hint": hint})
+        print_json(failed.to_json())
     return exit_code
 
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 
-from fp8calib.calibration.stats_header import BackOff, Skipped
+from fp8calib.calibration.stats_header import BackOff
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.hashes import RunHashes
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
-from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
@@ -30,7 +29,6 @@ from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skip
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank
-from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
 
@@ -88,23 +86,6 @@ class CalibrateRequest(RunOptions, RecipeOptions):
         return self if self.out is not None else replace(self, out=Path(folder))
 
 
-class Coverage(Frozen):
-    """What was observed, and what was not."""
-
-    observed: int
-    skipped: tuple[Skipped, ...]
-
-
-class ShardIndex(Frozen):
-    """Which shard of a run, from 1."""
-
-    index: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.index} of {self.count}"
-
-
 class CalibrateResult(Result):
     """The statistics of a calibration, and what `--json` prints of it, which is report.json too."""
 
@@ -131,7 +112,8 @@ class CalibrateResult(Result):
     """Relative to `out`, sorted."""
     tokens: int
     sequences: int
-    shard: ShardIndex | None = None
+    shard: dict[str, int] | None = None
+    """Its index, from 1, and the count of shards."""
     duration_s: float
     tokens_per_s: float
     dtype: str
@@ -148,7 +130,8 @@ class CalibrateResult(Result):
     rule: str
     rules: dict[str, str] | None = None
     """The recipe's rules for single K and V, by pattern."""
-    coverage: Coverage
+    coverage: dict[str, Any]
+    """How many tensors were observed, and which were not and why."""
     saturation: Saturation | None
     expert_tokens: dict[str, list[int]]
     kv_bytes_per_token: BeforeAfter
@@ -164,8 +147,8 @@ class CalibrateResult(Result):
     """Hash of the token ids, pixels and audio samples of all sequences."""
     hashes: RunHashes | None = None
     """None if nothing was written."""
-    quantize: QuantizeResult | None = None
-    """The checkpoint of a recipe that has one."""
+    quantize: Any = None
+    """The checkpoint of a recipe that has one, as `QuantizeResult`."""
 
     @property
     def passed(self) -> bool:
@@ -183,12 +166,12 @@ def run(
     reporter: Reporter,
     process_rank: ProcessRank = ALONE,
     *,
-    make_engine: Callable[[Any], Any] | None = None,
+    make_engine: Callable[[Any, Any], Any] | None = None,
 ) -> CalibrateResult | RunPlan | None:
     """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
 
-    `make_engine` makes the `TextEngine` that runs the text of a `CalibrationJob` in place of
-    transformers.
+    `make_engine` makes the `TextEngine` that runs the text in place of transformers, of a
+    `RunModel` and a `Recipe`.
 
     A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
     checkpoint that `save_pretrained` writes of it.
@@ -216,7 +199,7 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
     measured = (
         f"{header.describe_tokens()} in {format_count(result.sequences, 'sequence')}, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
-        f"{result.coverage.observed} tensors measured"
+        f"{result.coverage['observed']} tensors measured"
     )
     yield Answer("; ".join([measured, *describe_skipped(header)]))
     notable = list(_describe_amax(result.stats.amax_table()))
@@ -230,9 +213,10 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
         f"written to {result.out}: {list_top_level(result.files)}; KV cache: {sizes.before:,} "
         f"bytes per token now, {sizes.after:,} with FP8"
     )
-    if (shard := result.shard) is not None:
+    if result.shard is not None:
+        count = result.shard["count"]
         yield Answer(
-            f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards "
+            f"shard {result.shard['index']} of {count} has no scales. When all {count} shards "
             "exist: `fp8calib export SHARDS --format kv-overlay --model MODEL --out DIR`"
         )
     yield from map(Answer, describe_checks(result.checked))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from fp8calib.checkpoint.output import (
 )
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
-from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult, Coverage
+from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
 from fp8calib.commands.calibration_job import (
     CalibrationJob,
     looks_finished,
@@ -44,7 +44,6 @@ from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
-from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.recipe import (
     Quantize,
     Recipe,
@@ -52,13 +51,13 @@ from fp8calib.commands.recipe import (
     check_query,
     decide_query,
     load_recipe,
-    resolve_text,
 )
 from fp8calib.commands.request import Reporter
 from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.data.sequences import parse_share
+from fp8calib.data.rows import ReadRow
+from fp8calib.data.sequences import DataPlan, parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules
 from fp8calib.formats.dialect import Attachment
@@ -74,16 +73,18 @@ from fp8calib.model.device import choose_rank_device
 from fp8calib.model.load import load_tokenizer
 from fp8calib.numerics.formats import FP8_FORMATS
 
+if TYPE_CHECKING:  # most recipes quantize nothing
+    from fp8calib.commands.quantize import QuantizeResult
+
 
 def run(
     request: CalibrateRequest,
     reporter: Reporter,
     process_rank: ProcessRank,
-    make_engine: Callable[[CalibrationJob], TextEngine] | None,
+    make_engine: Callable[[RunModel, Recipe], TextEngine] | None,
 ) -> CalibrateResult | RunPlan | None:
     """Calibrate a model: `calibrate.run`, which documents it."""
-    asked = apply_request(load_recipe(str(request.recipe)), request)
-    recipe, rows = resolve_text(asked, request.data)
+    recipe, rows = apply_request(load_recipe(str(request.recipe)), request)
     if request.shard is not None or request.out is None:
         # nothing is written, or nothing that needs the statistics of all shards
         recipe = recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
@@ -103,33 +104,24 @@ def run(
         _check_formats(request, recipe, model)
         job = CalibrationJob(
             model=model,
-            resume=request.resume,
-            force=request.force,
-            reporter=reporter,
-            group=group,
             recipe=recipe,
             shard=None if request.shard is None else parse_share(request.shard),
             out=None if request.out is None else Path(request.out),
+            group=group,
+            resume=request.resume,
+            force=request.force,
+            engine=None if make_engine is None else make_engine(model, recipe),
+            reporter=reporter,
         )
-        if make_engine is not None:
-            job = replace(job, engine=make_engine(job))
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
         if recipe.observe.needs_forward:
-            given = {"rows": rows, "tokenizer": request.tokenizer}
-            text = plan_text(model.source, recipe.data, part="calibrate", **given)
-            job = replace(job, plan=text)
-            if request.show_text is not None and group.is_first:
-                tokenizer = request.tokenizer or load_tokenizer(model.source)
-                for number, ids in enumerate(text.sequences[: request.show_text], 1):
-                    shown = tokenizer.decode(ids, skip_special_tokens=False)
-                    reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
+            job = replace(job, plan=_read_text(job, request, rows))
         elif job.shard is not None:
             raise UsageError(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
                 hint="leave out --shard",
             )
-        job.list_batches()  # refuses a shard without any
         told = dict.fromkeys((*model.list_warnings(), *(job.plan.warnings if job.plan else ())))
         for warning in told:
             reporter.warn(warning)
@@ -142,30 +134,43 @@ def run(
         return result
 
 
+def _read_text(
+    job: CalibrationJob, request: CalibrateRequest, rows: Iterable[ReadRow] | None
+) -> DataPlan:
+    """Read the text, and print what --show-text asks for."""
+    source, tokenizer = job.model.source, request.tokenizer
+    text = plan_text(source, job.recipe.data, rows=rows, part="calibrate", tokenizer=tokenizer)
+    if request.show_text is not None and job.group.is_first:
+        tokenizer = tokenizer or load_tokenizer(source)
+        for number, ids in enumerate(text.sequences[: request.show_text], 1):
+            shown = tokenizer.decode(ids, skip_special_tokens=False)
+            job.reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
+    return text
+
+
 def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
-    header, group, model = job.make_header(), job.group, job.model
+    group, model = job.group, job.model
     finished = None
     # The first process alone looks for it: others may see what it writes now.
     if group.is_first and job.out is not None:
-        finished = read_finished(job, header, job.out)
+        finished = read_finished(job, job.out)
     if group.broadcast(lambda: finished is not None):
         remove_progress_file(job.folder)
         return finished
-    mode = job.choose_mode()
     if request.dry_run:
-        return job.describe_plan(mode)
+        return job.describe_plan()
     if job.out is None:
-        stats, cost = job.run(mode, header, None)
+        stats, cost = job.run()
         return _make_result(job, stats, cost) if group.is_first else None
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
-    for text in (*rows, *mode.describe()):
+    for text in (*rows, *job.mode.describe()):
         job.reporter.say(text)
-    with work_folder(job, header) as journal, FileHasher() as hasher:
+    with work_folder(job) as journal, FileHasher() as hasher:
         if isinstance(journal, CalibrateResult):
             return journal
         if group.is_first and not model.is_live and model.device != "cpu":  # a CPU has work to do
             hasher.start(model.source.folder)
-        stats, cost = job.run(mode, header, journal)
+        stats, cost = job.run(journal)
         if not group.is_first:
             return None
         save_stats(stats, journal.folder / STATS_NAME)
@@ -353,7 +358,7 @@ def _make_result(
     **written: Any,
 ) -> CalibrateResult:
     """Make the result; `cost` is what the run gave, and `written` has the rest of the fields."""
-    model, text, recipe, header = job.model, job.plan, job.recipe, stats.header
+    model, text, shard, recipe, header = job.model, job.plan, job.shard, job.recipe, stats.header
     expert_tokens = {
         name.removesuffix(".up_proj"): tokens for name, tokens in stats.expert_counts.items()
     }
@@ -370,6 +375,7 @@ def _make_result(
         out=job.out,
         files=files,
         **job.count(),
+        shard=None if shard is None else {"index": shard.index, "count": shard.count},
         **cost,
         dtype=model.dtype,
         dtype_why=model.dtype_why,
@@ -378,7 +384,7 @@ def _make_result(
         batch_size=job.batch_size,
         rule=str(recipe.scales.rule),
         rules={pattern: str(rule) for pattern, rule in recipe.scales.rules.items()} or None,
-        coverage=Coverage(observed=len(stats.sites), skipped=header.skipped),
+        coverage={"observed": len(stats.sites), "skipped": header.skipped},
         saturation=compute_saturation(stats),
         expert_tokens=expert_tokens,
         kv_bytes_per_token=measure_kv_bytes(stats.geometry),

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -28,7 +29,7 @@ from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.stats_header import REPORT_NAME, STATS_NAME, StatsHeader
 from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
-from fp8calib.commands.calibrate import CalibrateResult, ShardIndex
+from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.model import describe_run
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.request import Reporter
@@ -46,24 +47,13 @@ if TYPE_CHECKING:  # most recipes quantize nothing
     from fp8calib.quantization.settings import PlanSettings
 
 
-class LayerJob(Protocol):
-    """Work on the inputs of every layer, such as rounding its weights; the model is streamed."""
-
-    why_streamed: str
-
-    def estimate_bytes(self, job: CalibrationJob) -> int:
-        """Estimate the memory that it needs beside the calibration's own."""
-
-    def open(self, job: CalibrationJob, folder: Path) -> Recorder:
-        """Make a recorder that works on each layer, and writes into the folder of the run."""
-
-    def check_same(self, folder: Path) -> None:
-        """Refuse what an interrupted run with other options has left in a working folder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CalibrationJob:
-    """What is to be observed of a model, and where the files go."""
+    """What is to be observed of a model, and where the files go.
+
+    A subclass may also work on each layer while its inputs are there, such as round its weights:
+    `why_streamed` and the last three methods are its own.
+    """
 
     model: RunModel
     recipe: Recipe
@@ -80,10 +70,22 @@ class CalibrationJob:
     engine: TextEngine | None = None
     """What runs the text; None runs it with transformers."""
     reporter: Reporter
-    layer_job: LayerJob | None = None
-    """What also works on each layer while its inputs are there; None if nothing does."""
+    why_streamed: ClassVar[str] = ""
+    """Why the model is streamed even if it fits into memory."""
 
-    @property
+    @cached_property
+    def header(self) -> StatsHeader:
+        """The header of the statistics that it will write."""
+        model = self.model
+        return make_header(
+            *(model.prepared, self.plan, model.source, model.checkpoint),
+            observe=self.recipe.observe,
+            recipe_name=self.recipe.name,
+            compute_dtype=model.dtype,
+            engine=self.engine,
+        )
+
+    @cached_property
     def batch_size(self) -> int:
         """The sequences of a batch; an engine runs them one by one."""
         if self.recipe.data.batch_size is not None:
@@ -92,24 +94,51 @@ class CalibrationJob:
             return 1
         return choose_batch_size(self.model.device, self.plan.seq_len)
 
-    def list_batches(self) -> list[Batch]:
-        """List the batches of its shard, those that an interrupted run has done among them.
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The batches of its shard, those that an interrupted run has done among them.
 
         Raises:
             UsageError: there are fewer batches than shards.
         """
         return [] if self.plan is None else select_batches(self.plan, self.batch_size, self.shard)
 
-    def count(self) -> dict[str, Any]:
-        """Count its sequences and tokens, and name its shard."""
-        batches, shard = self.list_batches(), self.shard
-        return {
-            "sequences": sum(len(batch.lengths) for batch in batches),
-            "tokens": sum(batch.num_tokens for batch in batches),
-            **(
-                {} if shard is None else {"shard": ShardIndex(index=shard.index, count=shard.count)}
-            ),
-        }
+    @cached_property
+    def mode(self) -> MemoryPlan:
+        """How the model is held: in memory whole, or streamed.
+
+        Raises:
+            UsageError: it fits in neither way.
+        """
+        model = self.model
+        if self.engine is not None or model.is_placed:
+            return MemoryPlan()
+        scratch = Path.cwd()
+        if self.out is not None:
+            scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        inputs, weights = self.recipe.observe.inputs, self.recipe.observe.weights
+        elements = sum(  # amax by channel; the plan's reserve covers the other statistics
+            (inputs + weights) * linear.in_features + weights * linear.out_features
+            for _, linear in model.prepared.geometry.linears()
+        )
+        extra = {"statistics": elements * torch.float32.itemsize}
+        if layer_bytes := self.estimate_bytes():
+            extra["work on layers"] = layer_bytes
+        sharers = self.group.process_rank.local_size
+        work = Workload(
+            prepared=model.prepared,
+            checkpoint=model.checkpoint,
+            dtype=DTYPES[model.dtype],
+            device=model.device,
+            batches=self.group.share.take(self.batches),
+            scratch=scratch,
+            sharers=sharers,
+            extra=extra,
+            least_read_bytes=model.checkpoint.total_size_bytes if weights else 0,
+            always_streams=self.why_streamed,
+        )
+        limits = find_limits(model.device, model.memory, sharers=sharers)
+        return plan_halved(work, limits, 1 if self.recipe.data.batch_size else self.batch_size)
 
     @property
     def folder(self) -> Path:
@@ -117,14 +146,19 @@ class CalibrationJob:
         assert self.out is not None  # noqa: S101 -- the caller knows
         return self.out
 
-    @property
+    @cached_property
     def owned(self) -> frozenset[str]:
         """Names of the files and folders that a calibration writes in the output folder."""
-        if self.out is None:
-            return frozenset()
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
         checkpoint = [self.recipe.quantize.folder] if self.recipe.quantize else []
         return formats.union((STATS_NAME, REPORT_NAME), checkpoint)
+
+    def count(self) -> dict[str, int]:
+        """Count its sequences and tokens."""
+        return {
+            "sequences": sum(len(batch.lengths) for batch in self.batches),
+            "tokens": sum(batch.num_tokens for batch in self.batches),
+        }
 
     def select_matrices(self, settings: PlanSettings) -> Selection:
         """Choose the linears to quantize.
@@ -143,95 +177,39 @@ class CalibrationJob:
         check_unquantized(self.model.checkpoint.stored)
         return select_linears(self.model.checkpoint, settings)
 
-    # --- how it runs ------------------------------------------------------------------------------
-
-    def make_header(self) -> StatsHeader:
-        """Make the header of the statistics that it will write."""
-        model = self.model
-        return make_header(
-            *(model.prepared, self.plan, model.source, model.checkpoint),
-            observe=self.recipe.observe,
-            recipe_name=self.recipe.name,
-            compute_dtype=model.dtype,
-            engine=self.engine,
-        )
-
-    def choose_mode(self) -> MemoryPlan:
-        """Choose between a model in memory whole and one that is streamed.
-
-        Raises:
-            UsageError: it fits in neither way.
-        """
-        model = self.model
-        if self.engine is not None or model.is_placed:
-            return MemoryPlan()
-        scratch = Path.cwd()
-        if self.out is not None:
-            scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
-        inputs, weights = self.recipe.observe.inputs, self.recipe.observe.weights
-        elements = sum(  # amax by channel; the plan's reserve covers the other statistics
-            (inputs + weights) * linear.in_features + weights * linear.out_features
-            for _, linear in model.prepared.geometry.linears()
-        )
-        extra = {"statistics": elements * torch.float32.itemsize}
-        if self.layer_job is not None:
-            extra["work on layers"] = self.layer_job.estimate_bytes(self)
-        sharers = self.group.process_rank.local_size
-        work = Workload(
-            prepared=model.prepared,
-            checkpoint=model.checkpoint,
-            dtype=DTYPES[model.dtype],
-            device=model.device,
-            batches=self.group.share.take(self.list_batches()),
-            scratch=scratch,
-            sharers=sharers,
-            extra=extra,
-            least_read_bytes=model.checkpoint.total_size_bytes if weights else 0,
-            always_streams="" if self.layer_job is None else self.layer_job.why_streamed,
-        )
-        limits = find_limits(model.device, model.memory, sharers=sharers)
-        return plan_halved(work, limits, 1 if self.recipe.data.batch_size else self.batch_size)
-
-    def describe_plan(self, mode: MemoryPlan, **more: Any) -> RunPlan:
+    def describe_plan(self, **more: Any) -> RunPlan:
         """Describe the planned run; `more` is added to it, or replaces what it has."""
-        text = self.plan
-        rows = text.rows if text else None
+        rows = self.plan.rows if self.plan else None
         described = {
             **self.count(),
-            "data": list(text.sources) if text else [],
+            "data": list(self.plan.sources) if self.plan else [],
             "rows": rows and asdict(rows),
             "out": str(self.out),
-            "writes": sorted(self.owned),
+            "writes": sorted(self.owned) if self.out else [],
         }
-        plan = describe_run(self.model, mode, **(described | more))
-        return plan.model_copy(update={"text": tuple(rows.describe()) if rows else ()})
+        text = rows.describe() if rows else ()
+        return describe_run(self.model, self.mode, text, **(described | more))
 
-    def run(
-        self, mode: MemoryPlan, header: StatsHeader, journal: Journal | None
-    ) -> tuple[CalibrationStats, dict[str, Any]]:
-        """Run it, with its work on layers if it has some.
-
-        Without a journal it cannot be resumed, and works on no layer.
+    def run(self, journal: Journal | None = None) -> tuple[CalibrationStats, dict[str, Any]]:
+        """Run it; without a journal it cannot be resumed, and works on no layer.
 
         Returns:
             The statistics, and what the run cost, as fields of a `CalibrateResult`.
         """
-        progress, group, model = self.reporter, self.group, self.model
+        progress, group, model, mode = self.reporter, self.group, self.model, self.mode
         where = model.device if self.engine is None else self.engine.describe()
         progress.say(f"computing in {model.dtype} on {where} ({model.dtype_why})")
         if group.size > 1:
             threads = torch.get_num_threads()
             progress.say(f"{group.size} processes share the data, with {threads} threads each")
         started = time.monotonic()
-        recorder = None
-        if journal is not None and self.layer_job is not None:
-            recorder = self.layer_job.open(self, journal.folder)
+        recorder = None if journal is None else self.open_recorder(journal.folder)
         with PeakMemory() as memory, group.peer_failures():
             run = CalibrationRun(
                 prepared=model.load(mode, progress) if self.engine is None else model.prepared,
                 plan=self.plan,
                 checkpoint=model.checkpoint,
-                header=header,
+                header=self.header,
                 observe=self.recipe.observe,
                 batch_size=self.batch_size,
                 progress=progress,
@@ -259,6 +237,19 @@ class CalibrationJob:
             "ranks": group.size,
         }
 
+    # --- work on each layer -----------------------------------------------------------------------
+
+    def estimate_bytes(self) -> int:
+        """Estimate the memory that the work on layers needs beside the calibration's own."""
+        return 0
+
+    def open_recorder(self, folder: Path) -> Recorder | None:  # noqa: ARG002
+        """Make what records inputs and works on each layer; it writes into the working folder."""
+        return None
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse what an interrupted run with other options has left in a working folder."""
+
 
 # --- where it works -------------------------------------------------------------------------------
 
@@ -268,27 +259,31 @@ def looks_finished(job: CalibrationJob, folder: Path) -> bool:
     return job.resume and all((folder / name).exists() for name in job.owned)
 
 
-def read_finished(job: CalibrationJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
+def read_finished(job: CalibrationJob, folder: Path) -> CalibrateResult | None:
     """Read the result from a folder that holds this run, finished; None if it does not."""
     if not looks_finished(job, folder):
         return None
     try:
         stats = load_stats_file(folder / STATS_NAME, accepts_shard=True)
         report = json.loads((folder / REPORT_NAME).read_bytes())
+        if report.get("quantize"):
+            from fp8calib.commands.quantize import QuantizeResult  # few recipes quantize
+
+            report["quantize"] = QuantizeResult.from_json(report["quantize"])
         result = CalibrateResult.from_json(
             {**report, "stats": PublicStats.of(stats), "was_finished": True}
         )
     except (ModelError, ValueError):
         return None
     asked, found = (each and (each.index, each.count) for each in (job.shard, stats.shard))
-    is_same = asked == found and not stats.header.explain_other(header)
-    if is_same:
-        job.reporter.say(f"{job.out} is finished already")
-    return result if is_same else None
+    if asked != found or stats.header.explain_other(job.header):
+        return None
+    job.reporter.say(f"{job.out} is finished already")
+    return result
 
 
 @contextmanager
-def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | CalibrateResult]:
+def work_folder(job: CalibrationJob) -> Iterator[Journal | CalibrateResult]:
     """Open the working folder of a run; it becomes the output folder at the end.
 
     An interruption, a failed peer and a failure to write keep its checkpoints for --resume; any
@@ -303,7 +298,8 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         UsageError: the folder is in use, or --resume finds another calibration in it.
         ModelError: a checkpoint is damaged.
     """
-    group, say = job.group, job.reporter.say
+    group, say, header = job.group, job.reporter.say, job.header
+    old: list[Journal] = []
 
     def open_journal(folder: Path, **done: Any) -> Journal:
         return Journal(
@@ -316,14 +312,11 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
             **done,
         )
 
-    old: list[Journal] = []
-
     def read_old(staging: Path) -> None:
         """Read what an interrupted run left."""
         old.append(open_journal(staging))
         old[0].load()
-        if job.layer_job is not None:
-            job.layer_job.check_same(staging)
+        job.check_same(staging)
 
     if not group.is_first:
         folder, sequences = group.broadcast(tuple)
@@ -341,7 +334,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
     ) as staging:
         journal = old[0] if old else open_journal(staging)
         is_lone = group.size == 1 and not any(staging.glob(f"{NAME_PREFIX}*"))
-        if is_lone and (finished := read_finished(job, header, staging)) is not None:
+        if is_lone and (finished := read_finished(job, staging)) is not None:
             yield finished
             return
         remove_outputs(staging)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, replace
+from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
 
@@ -149,7 +149,18 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
     with open_by_range(
         Path(request.path), request.revision, reads_all=request.read_weights, say=reporter.say
     ) as path:
-        return check_path(replace(request, path=path), progress=reporter)
+        reports = check_path(
+            path,
+            engine=request.engine,
+            tp=request.tp,
+            model=request.model,
+            stats=request.stats,
+            require_kv=request.require_kv,
+            read_weights=request.read_weights,
+            allow_suspicious=request.allow_suspicious,
+            progress=reporter,
+        )
+    return CheckResult(engines=reports, has_read_weights=request.read_weights)
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:

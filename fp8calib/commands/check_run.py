@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import SCALES_SUFFIXES, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
-from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.options import Stats
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_file, check_folder, doubt_configs
@@ -44,56 +43,68 @@ if TYPE_CHECKING:  # only named
     from fp8calib.calibration.calibration_stats import CalibrationStats
 
 
-def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
-    """Check a path; `progress` shows how much was read where all values are."""
-    path = Path(request.path)
+def check_path(path: Path, *, tp: int = 1, **asked: Any) -> Reports:
+    """Check a path that a user names: `replay_path`, with the fingerprint of what is loaded."""
     require_path(path, hint="name a checkpoint folder or a JSON file")
     _refuse_other(path)
-    reports = replay_path(request, path, progress=progress)
-    finished = {key: add_fingerprint(each, request.tp) for key, each in reports.items()}
-    return CheckResult(engines=finished, has_read_weights=request.read_weights)
+    reports = replay_path(path, tp=tp, **asked)
+    return {key: add_fingerprint(each, tp) for key, each in reports.items()}
 
 
-def replay_path(request: CheckRequest, path: Path, *, progress: Progress | None = None) -> Reports:
-    """Report what each engine does with a checkpoint folder or a file of scales."""
-    named = [request.engine] if isinstance(request.engine, str) else request.engine
+def replay_path(
+    path: Path,
+    *,
+    engine: str | Sequence[str] | None = None,
+    tp: int = 1,
+    model: str | Path | None = None,
+    stats: Stats | None = None,
+    require_kv: bool = False,
+    read_weights: bool = False,
+    allow_suspicious: bool = False,
+    progress: Progress | None = None,
+) -> Reports:
+    """Report what each engine does with a checkpoint folder or a file of scales.
+
+    The options are those of `CheckRequest`; `progress` shows how much of the weights was read.
+    """
+    named = [engine] if isinstance(engine, str) else engine
     names = (part.strip() for each in named or list_defaults() for part in each.split(","))
     engines = {find_replayed(name).key: name for name in names}  # each release once
     folder = open_folder(path) if path.is_dir() else None
-    model = _open_model(request, path, folder)
+    base = _open_model(path, folder, model)
     try:
-        geometry = read_geometry(model.path, model.config)
+        geometry = read_geometry(base.path, base.config)
     except NotUnderstoodError as error:
-        if folder is None or request.model is not None or request.stats is not None:
+        if folder is None or model is not None or stats is not None:
             raise
         # nothing of it will be judged
-        model = replace(model, unread=f"its layers are not understood: {error.message}")
-        folder, geometry = model, make_stand_in_geometry(model)
-    stats = None if request.stats is None else _read_stats(request.stats, model, geometry)
-    more: dict[str, Any] = {"model": model, "stats": stats, "reads_weights": request.read_weights}
-    asked = (geometry, tuple(engines.values()), request.tp)
+        base = replace(base, unread=f"its layers are not understood: {error.message}")
+        folder, geometry = base, make_stand_in_geometry(base)
+    measured = None if stats is None else _read_stats(stats, base, geometry)
+    more: dict[str, Any] = {"model": base, "stats": measured, "reads_weights": read_weights}
+    asked = (geometry, tuple(engines.values()), tp)
     if folder is not None:
         for file in list_opened_files(folder, prefers_single=True):  # in all engines
             if (fault := folder.faults.get(file)) is not None:
                 raise ModelError(fault, hint="download or copy the file again")
-        reports = check_folder(folder, *asked, requires_kv=request.require_kv, **more)
+        reports = check_folder(folder, *asked, requires_kv=require_kv, **more)
     else:
         from fp8calib.formats.read import require_kv_scales  # few checks read scales
 
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
-            _refuse_other_origin(str(path), origin, model)
+            _refuse_other_origin(str(path), origin, base)
         reports = check_file(path, *asked, **more)
-    if request.read_weights:
+    if read_weights:
         from fp8calib.engines.weight_values import read_weight_values  # imports torch
 
-        values = read_weight_values(folder or model, progress or PythonReporter(None))
+        values = read_weight_values(folder or base, progress or PythonReporter(None))
         reports = {key: values.amend(each) for key, each in reports.items()}
-        if stats is not None and folder is not None and not lacks_weights(path):
-            differences = list(_compare_weights(stats, path))
+        if measured is not None and folder is not None and not lacks_weights(path):
+            differences = list(_compare_weights(measured, path))
             reports = {key: each.add(suspicious=differences) for key, each in reports.items()}
-    reports = doubt_configs(reports, model, geometry)
-    if request.allow_suspicious:
+    reports = doubt_configs(reports, base, geometry)
+    if allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}
     return reports
 
@@ -139,12 +150,12 @@ def _refuse_other(path: Path) -> None:
         raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
 
 
-def _open_model(request: CheckRequest, path: Path, folder: ScaleFolder | None) -> ScaleFolder:
+def _open_model(path: Path, folder: ScaleFolder | None, model: str | Path | None) -> ScaleFolder:
     """Open the folder of the model that the scales are for."""
-    if request.model is not None:
-        place = find_folder(str(request.model), files=("*.json",))
+    if model is not None:
+        place = find_folder(str(model), files=("*.json",))
         if not place.is_dir():
-            raise UsageError(f"--model {request.model}: this is a file, not a model folder")
+            raise UsageError(f"--model {model}: this is a file, not a model folder")
         return open_folder(place)
     if folder is None:
         hint = "add --model MODEL: the file does not name the layers that have attention"

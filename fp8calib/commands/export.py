@@ -134,7 +134,7 @@ def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
 
     plain = Recipe(name="kv", formats=())
     recipe = plain if request.recipe is None else load_recipe(str(request.recipe))
-    recipe = apply_request(recipe, request)
+    recipe, _ = apply_request(recipe, request)
     if request.with_weights and RFC.name not in recipe.formats:  # which names them
         recipe = recipe.model_copy(update={"formats": (*recipe.formats, RFC.name)})
     if not recipe.formats and not is_joined:

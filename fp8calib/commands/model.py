@@ -193,8 +193,10 @@ def _open_live(
         )
 
 
-def describe_run(model: RunModel, mode: MemoryPlan, **more: Any) -> RunPlan:
-    """Describe a planned run; `more` is added, before the memory that it needs."""
+def describe_run(
+    model: RunModel, mode: MemoryPlan, lines: Iterable[str] = (), **more: Any
+) -> RunPlan:
+    """Describe a planned run; `more` is added to the plan, and `lines` to what it says."""
     geometry = model.prepared.geometry
     described = {
         "model": model.name,
@@ -205,7 +207,8 @@ def describe_run(model: RunModel, mode: MemoryPlan, **more: Any) -> RunPlan:
         "dtype_why": model.dtype_why,
         "device": model.device,
     }
-    return RunPlan(plan={**described, **more, **mode.as_json()})
+    text = (*mode.describe(), *lines)
+    return RunPlan(plan={**described, **more, **mode.as_json()}, text=text)
 
 
 def read_settings(request: object, specs: Sequence[str]) -> Data:

@@ -27,7 +27,7 @@ from pydantic_core import PydanticSerializationError
 
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.commands import options as keys
-from fp8calib.commands.options import DATA, TextData, recipe_files
+from fp8calib.commands.options import DATA, recipe_files
 from fp8calib.commands.request import Option, list_options
 from fp8calib.commands.text_settings import Data, make_field
 from fp8calib.data.rows import ReadRow
@@ -296,14 +296,18 @@ def _explain(item: Any) -> str:
 # --- options --------------------------------------------------------------------------------------
 
 
-def apply_request(made: Recipe, asked: object) -> Recipe:
+def apply_request(made: Recipe, asked: object) -> tuple[Recipe, Iterator[ReadRow] | None]:
     """Apply to a recipe what a request gives; None means not given.
 
-    A field overrides the key that its option names, except for the text (`resolve_text`). The
-    field `observe` names all kinds of sites that are observed: kv, query, inputs, weights.
+    A field overrides the key that its option names. The field `observe` names all kinds of sites
+    that are observed: kv, query, inputs, weights.
+
+    Returns:
+        The recipe with the specs of the text; and the rows of a text that is given in memory.
 
     Raises:
         UsageError: an option has an invalid value.
+        DataError: there are no rows.
     """
     recipe = made.model_dump()
     options = list_options(type(asked))
@@ -319,7 +323,11 @@ def apply_request(made: Recipe, asked: object) -> Recipe:
         if not set(kinds) <= set(known):
             raise UsageError(f"observe {kinds!r}: must be a list of {', '.join(known)}")
         recipe["observe"] |= {name: name in kinds for name in known}
-    return validate(Recipe, recipe, options)
+    rows = None
+    if (data := getattr(asked, "data", None)) is not None:
+        specs, rows = split_data(data, text_column=recipe["data"]["text_column"])
+        recipe["data"]["sources"] = tuple(specs)
+    return validate(Recipe, recipe, options), rows
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -342,19 +350,6 @@ def validate(kind: type[M], values: Mapping[str, Any], options: Sequence[Option]
             name = names.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
             explained.append(f"{name}: {_explain(item)}")
         raise UsageError("; ".join(explained), hint="see --help") from error
-
-
-def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[ReadRow] | None]:
-    """Give the recipe with the specs of the caller's text, or else the rows of this text.
-
-    Raises:
-        DataError: there are no rows.
-    """
-    if data is None:
-        return recipe, None
-    specs, rows = split_data(data, text_column=recipe.data.text_column)
-    changed = recipe.data.model_copy(update={"sources": tuple(specs)})
-    return recipe.model_copy(update={"data": changed}), rows
 
 
 def check_query(recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
 from fp8calib.model.geometry import Frozen, ModelGeometry
-from fp8calib.text import Block, Line, Table, describe_peak, format_gib
+from fp8calib.text import Block, Line, Table, format_gib
 
 
 class Result(Frozen):
@@ -66,77 +66,37 @@ class RunPlan(Result):
 
     plan: dict[str, Any]
     text: tuple[str, ...] = Field(default=(), exclude=True)
-    """Describes the rows of the text."""
+    """Sentences about the memory and the rows of the text."""
 
     def describe(self) -> Iterator[Block]:
-        """Say how the run uses memory, then give the plan as a table, and the rows of the text.
-
-        Keys without a value are left out of the table.
-        """
-        yield from map(Line, _describe_memory(self.plan))
+        """Give the plan as a table, without what the sentences say, and the sentences."""
+        rows = [
+            [
+                key.removesuffix("_bytes").removesuffix("_size").replace("_", " "),
+                _format(key, value),
+            ]
+            for key, value in self.plan.items()
+            if value not in (None, []) and not isinstance(value, Mapping) and key != "why"
+        ]
         title = "plan (nothing was run or written)"
-        yield Table(title=title, columns=["what", "value"], rows=list(_list_rows(self.plan)))
+        yield Table(title=title, columns=["what", "value"], rows=rows)
         yield from map(Line, self.text)
-
-
-_TITLES = {
-    "weights_size_bytes": "weights",
-    "out": "output",
-    "memory_limit_bytes": "memory limit",
-    "device_peak_bytes": "peak memory of the GPU",
-    "scratch_bytes": "hidden states on disk",
-}
-"""Titles of rows whose JSON key is not plain English."""
-_BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
-"""Keys that are shown in parentheses in the row of another key."""
-_IN_WORDS = frozenset(("streamed", "why", "read_bytes", "peak_bytes", "peak_parts", "rows"))
-"""Keys that lines describe, not rows of the table."""
-
-
-def _describe_memory(plan: Mapping[str, Any]) -> Iterator[str]:
-    if not plan.get("peak_bytes"):
-        return
-    yield f"{plan.get('why') or 'the whole model is in memory'}."
-    holds = "holds two layers at a time, " if plan.get("streamed") else ""
-    read, peak = format_gib(plan.get("read_bytes") or 0), describe_peak(plan["peak_parts"])
-    yield f"it {holds}reads {read} of weights, and needs {peak}."
-
-
-def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
-    beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
-    for key, value in plan.items():
-        if key in _BESIDE or key in _IN_WORDS or value is None or value == []:
-            continue
-        text = _format(key, value)
-        yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]
 
 
 def _format(key: str, value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {format_gib(size)}" for name, size in value.items())
-    if key.endswith("_bytes") and isinstance(value, int):
-        return format_gib(value) if value else "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-class Failure(Frozen):
-    """What failed and where, and what to do."""
-
-    kind: Literal[
-        "usage", "recipe", "model", "data", "calibration", "export", "verification", "server", "bug"
-    ]
-    message: str
-    hint: str
+    if isinstance(value, int):
+        return format_gib(value) if key.endswith("_bytes") else f"{value:,}"
+    return str(value)
 
 
 class ErrorResult(Result):
-    """The error of a command."""
+    """The error of a command: what failed and where, and what to do."""
 
-    error: Failure
+    error: dict[Literal["kind", "message", "hint"], str]
 
     @property
     def passed(self) -> bool:

@@ -30,7 +30,7 @@ from fp8calib.commands.quantize import (
     warn_of_quantized,
 )
 from fp8calib.commands.quantize import describe as describe_checkpoint
-from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
+from fp8calib.commands.recipe import Recipe, apply_request
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
@@ -189,7 +189,7 @@ def _make_job(
     checkpoint: Checkpoint,
     settings: PlanSettings,
     reporter: Reporter,
-) -> CalibrationJob:
+) -> GptqJob:
     """Make the job that observes what static scales need, and rounds; it works beside the output.
 
     Raises:
@@ -199,8 +199,7 @@ def _make_job(
     """
     weights = any(each.has_static_inputs for each in settings.schemes)
     observe = Observe(kv=False, query=False, inputs=True, weights=weights)
-    recipe = apply_request(Recipe(name="gptq", observe=observe, formats=()), request)
-    recipe, rows = resolve_text(recipe, request.data)
+    recipe, rows = apply_request(Recipe(name="gptq", observe=observe, formats=()), request)
     try:
         source = open_source(
             name, revision=request.revision, trust_remote_code=request.trust_remote_code
@@ -233,7 +232,7 @@ def _make_job(
     for warning in text.warnings:
         reporter.warn(warning)
     out = Path(request.out)
-    return CalibrationJob(
+    return GptqJob(
         model=model,
         recipe=recipe,
         plan=text,
@@ -241,7 +240,7 @@ def _make_job(
         resume=request.resume,
         force=request.force,
         reporter=reporter,
-        layer_job=GptqJob(settings),
+        settings=settings,
     )
 
 
@@ -263,7 +262,6 @@ def _describe_run(job: CalibrationJob, expected: QuantizePlan) -> RunPlan:
     schemes = list(list_layer_schemes(expected))
     linears = expected.selection.quantized
     return job.describe_plan(
-        job.choose_mode(),
         out=str(job.folder).removesuffix(".rounding"),
         writes=sorted(expected.names),
         scheme=expected.settings.scheme.name,
@@ -277,12 +275,11 @@ def _describe_run(job: CalibrationJob, expected: QuantizePlan) -> RunPlan:
 @contextmanager
 def _rounded_codes(job: CalibrationJob) -> Iterator[tuple[CalibrationStats, RoundedCodes]]:
     """Run the text and round all layers; give the statistics and the codes, which then go."""
-    mode, header = job.choose_mode(), job.make_header()
-    for text in mode.describe():
+    for text in job.mode.describe():
         job.reporter.say(text)
-    with work_folder(job, header) as journal:
+    with work_folder(job) as journal:
         assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
-        stats, _ = job.run(mode, header, journal)
+        stats, _ = job.run(journal)
         with open_codes(journal.folder) as codes:
             yield stats, codes
 
@@ -325,7 +322,7 @@ def _plan_checkpoint(
         scales = CalibratedScales(inputs=ones, kv={})
     else:
         scales = NO_SCALES
-    header, text = job.make_header(), job.plan
+    header, text = job.header, job.plan
     if scales.origin is None or measures_inputs:
         origin = CalibrationOrigin(
             model=header.model_fingerprint,

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -54,22 +55,23 @@ _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 
 
-class GptqJob:
-    """Rounds the weights of each layer after the text has run through it (a `LayerJob`)."""
+@dataclass(frozen=True, kw_only=True)
+class GptqJob(CalibrationJob):
+    """Rounds the weights of each layer after the text has run through it."""
 
-    why_streamed = "layer by layer: each layer is rounded after the text has run through it"
+    settings: PlanSettings
+    why_streamed: ClassVar[str] = (
+        "layer by layer: each layer is rounded after the text has run through it"
+    )
 
-    def __init__(self, settings: PlanSettings) -> None:
-        self._settings = settings
-
-    def estimate_bytes(self, job: CalibrationJob) -> int:
+    def estimate_bytes(self) -> int:
         """Estimate the memory of a layer's Hessians, and of rounding a weight, at their largest.
 
         Linears that engines fuse read one input.
         """
         sums: dict[int, dict[str, int]] = defaultdict(dict)
         largest = 0
-        matrices, inputs = self._find_inputs(job)
+        matrices, inputs = self._find_inputs()
         for matrix in matrices:
             mapped = inputs.get(matrix.module)
             if mapped is None:
@@ -80,19 +82,19 @@ class GptqJob:
             largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
         return largest + max((sum(found.values()) for found in sums.values()), default=0)
 
-    def open(self, job: CalibrationJob, folder: Path) -> LayerRounding:
+    def open_recorder(self, folder: Path) -> LayerRounding:
         """Make what rounds the weights of each layer into the working folder of a run.
 
         Raises:
             ExportError: the disk cannot hold the codes.
         """
-        matrices, inputs = self._find_inputs(job)
+        matrices, inputs = self._find_inputs()
         require_free_space(folder, count_code_bytes(matrices))
         codes = RoundedCodes(folder / _CODES)
         codes.begin(self._list_options())
-        num_sequences = 0 if job.plan is None else len(job.plan.sequences)
+        num_sequences = 0 if self.plan is None else len(self.plan.sequences)
         return LayerRounding(
-            *(job.model.checkpoint, self._settings, matrices, inputs, codes), num_sequences
+            *(self.model.checkpoint, self.settings, matrices, inputs, codes), num_sequences
         )
 
     def check_same(self, folder: Path) -> None:
@@ -107,16 +109,14 @@ class GptqJob:
                 hint="use the options of that run; to start again, remove the folder",
             )
 
-    def _find_inputs(
-        self, job: CalibrationJob
-    ) -> tuple[Sequence[Matrix], Mapping[str, MappedInput]]:
+    def _find_inputs(self) -> tuple[Sequence[Matrix], Mapping[str, MappedInput]]:
         """Find the weights to round, and the inputs that they multiply."""
-        matrices = job.select_matrices(self._settings).quantized
-        return matrices, map_inputs(job.model.prepared, matrices).inputs
+        matrices = self.select_matrices(self.settings).quantized
+        return matrices, map_inputs(self.model.prepared, matrices).inputs
 
     def _list_options(self) -> dict[str, object]:
         """List the options that the codes depend on, beside the model and the text."""
-        settings = self._settings
+        settings = self.settings
         return {
             "scheme": settings.scheme.name,
             "power_of_two": any(each.has_power_of_two_scales for each in settings.schemes),

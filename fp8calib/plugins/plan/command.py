@@ -89,8 +89,7 @@ def _calibrate(
     earlier = next((path for path in places if is_known and path.exists()), None)
     if earlier is None:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
-        job = _make_job(opened, reporter)
-        stats, _ = job.run(job.choose_mode(), job.make_header(), None)
+        stats, _ = _make_job(opened, reporter).run()
     else:
         reporter.say("calibrated before")
         stats = load_stats_file(earlier)
@@ -162,7 +161,7 @@ def _describe_run(opened: OpenedPlan, reporter: Reporter) -> RunPlan:
             ],
             "data": list(text.sources),
             "out": str(opened.out),
-            **_make_job(opened, reporter).choose_mode().as_json(),
+            **_make_job(opened, reporter).mode.as_json(),
         }
     )
 

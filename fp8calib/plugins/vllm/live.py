@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.check import CheckRequest, CheckResult
+from fp8calib.commands.check import CheckResult
 from fp8calib.commands.check_run import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
@@ -89,8 +89,8 @@ def audit(llm: Any, path: str | Path, *, allow_suspicious: bool = False) -> Chec
     folder = fetch_checkpoint(path)
     with within_config(llm):
         ranks = ask_ranks(llm)
-        replayed = check_path(CheckRequest(folder, engine=name_engine(ranks), tp=ranks[0].tp))
-        reports = {key: compare_ranks(ranks, each) for key, each in replayed.engines.items()}
+        replayed = check_path(folder, engine=name_engine(ranks), tp=ranks[0].tp)
+        reports = {key: compare_ranks(ranks, each) for key, each in replayed.items()}
     if allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}
     return CheckResult(engines=reports)

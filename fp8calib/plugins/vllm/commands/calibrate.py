@@ -19,7 +19,8 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.machine import ALONE, ProcessRank
 
 if TYPE_CHECKING:
-    from fp8calib.commands.calibration_job import CalibrationJob
+    from fp8calib.calibration.run_model import RunModel
+    from fp8calib.commands.recipe import Recipe
     from fp8calib.plugins.vllm.engine import EngineSettings
 
 describe = core.describe
@@ -107,24 +108,26 @@ def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> No
         )
 
 
-def _make_settings(request: VllmCalibrateRequest, job: CalibrationJob) -> EngineSettings:
+def _make_settings(
+    request: VllmCalibrateRequest, model: RunModel, recipe: Recipe
+) -> EngineSettings:
     from fp8calib.plugins.vllm.engine import EngineSettings
 
     return EngineSettings(
-        dtype=job.model.dtype,
+        dtype=model.dtype,
         trust_remote_code=request.trust_remote_code,
         tensor_parallel_size=request.tensor_parallel_size,
         pipeline_parallel_size=request.pipeline_parallel_size,
         options=request.engine_option or {},
-        needs_inputs=_find_what_needs_inputs(job),
+        needs_inputs=_find_what_needs_inputs(recipe),
     )
 
 
-def _find_what_needs_inputs(job: CalibrationJob) -> str:
-    for name in job.recipe.formats:
+def _find_what_needs_inputs(recipe: Recipe) -> str:
+    for name in recipe.formats:
         if find_dialect(name).has_linears:
             return f"format {name}"
-    asked = job.recipe.quantize
+    asked = recipe.quantize
     schemes = () if asked is None else asked.make_settings().schemes
     return next((f"scheme {each.name}" for each in schemes if each.has_static_inputs), "")
 
