@@ -24,7 +24,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
 from fp8calib.commands.options import Stats
 from fp8calib.commands.request import PythonReporter
-from fp8calib.engines.check import check_file, check_folder, doubt_configs
+from fp8calib.engines.check import check_folder, doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import (
     ScaleFolder,
@@ -94,7 +94,7 @@ def replay_path(
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, base)
-        reports = check_file(path, *asked, **more)
+        reports = check_folder(base, *asked, file=path, **more)
     if read_weights:
         from fp8calib.engines.weight_values import read_weight_values  # imports torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,6 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Reports,
-    UnrunRefusal,
     report_alike,
     report_refusal,
     report_unknown,
@@ -67,6 +66,7 @@ def check_folder(
     engines: Sequence[str],
     tp: int,
     *,
+    file: Path | None = None,
     requires_kv: bool = False,
     model: ScaleFolder | None = None,
     stats: CalibrationStats | None = None,
@@ -75,10 +75,11 @@ def check_folder(
     """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint; the model's folder, if a `file` is checked.
         geometry: the shape of the model.
         engines: their keys.
         tp: the number of ranks.
+        file: a file of scales: JSON, or tensors that are in no model's folder.
         requires_kv: whether KV scales have to be there, even if the config asks for none.
         model: the unquantized model's folder, if known.
         stats: of the unquantized model; scales that are far from it are bad.
@@ -87,153 +88,125 @@ def check_folder(
     Raises:
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
-    opened: dict[tuple[object, ...], OpenedWeights] = {}
-
-    def open_weights(folder: ScaleFolder) -> OpenedWeights:
-        # once for engines that open the same files in the same order
-        key = (*folder.files, folder.has_index)
-        if key not in opened:
-            opened[key] = OpenedWeights(folder, geometry, stats)
-        return opened[key]
-
-    odd_scales = open_weights(folder).odd_scales
-    reaches = None if stats is None else measure_reaches(stats)
-    check = _Check(model or folder, geometry, tp, reaches, odd_scales, reads_weights)
-    asks_for_kv = {"asks_for_kv": requires_kv or folder.asks_for_kv}
-
-    def ask(engine: Engine) -> EngineReport:
-        if engine.replay_folder is None:
-            raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
-        if folder.unread:
-            why = f"{folder.unread}{engine.spell_run_hint(folder.config)}"
-            return report_unknown(geometry, why).model_copy(update=asks_for_kv)
-        seen = folder
+    check = _Check(folder, geometry, tp, file, model or folder, stats, reads_weights)
+    asks_for_kv = file is not None or requires_kv or folder.asks_for_kv
+    reports = {}
+    for engine in map(find_replayed, engines):
         try:
-            seen = folder if engine.view is None else engine.view(folder)
-            report = engine.replay_folder(seen, geometry, tp)
-        except UnrunRefusal as refusal:
-            return report_refusal(geometry, refusal)
+            report = check.ask(engine).add(problems=filter(None, [engine.note]))
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
-        report = _judge_shared(report.model_copy(update=asks_for_kv), geometry)
-        report = check.correct_fixes(engine, report, folder)
-        is_nvfp4 = find_recorded_dtype(folder).lower() == NVFP4_CACHE
-        report = check.judge(report, engine.scale_factor if is_nvfp4 else 1.0)
-        report = amend_weights(engine, report, open_weights(seen), tp)
-        if not seen.preferred:
-            return report
-        # its names may be known to no class
-        tensors = {name: each for held in seen.tensors.values() for name, each in held.items()}
-        if not are_elsewhere(geometry, tensors):
-            return report.add(problems=[seen.preferred])
-        why = f"{seen.preferred}, and it has other names than the model's class"
-        return report.add(unknown=[f"{why}{engine.spell_run_hint(seen.config)}"])
-
-    return check.ask_all(engines, folder.config, ask)
-
-
-def check_file(
-    path: Path,
-    geometry: ModelGeometry,
-    engines: Sequence[str],
-    tp: int,
-    *,
-    model: ScaleFolder,
-    stats: CalibrationStats | None = None,
-    reads_weights: bool = False,
-) -> Reports:
-    """Report what each engine does with a file of scales beside a model.
-
-    `path` is a JSON file, or a file of tensors that is in no model's folder; the others are as for
-    a folder.
-
-    Raises:
-        UsageError: an engine is unknown, or nothing of it is replayed.
-    """
-    reaches = None if stats is None else measure_reaches(stats)
-    check = _Check(model, geometry, tp, reaches, (), reads_weights)
-
-    def ask(engine: Engine) -> EngineReport:
-        why = engine.no_json or f"{engine.title} reads no JSON of scales"
-        if path.suffix != ".json":
-            why = "no engine reads a file of scales that is outside the model's folder"
-        dropped = {"status": Status.DROPPED, "value": 1.0, "fix": _OVERLAY_FIX}
-        report = report_alike(geometry, LoadVerdict(why=f"{why}, so it uses 1.0", **dropped))
-        if path.suffix == ".json" and engine.replay_json is not None:
-            try:
-                report = engine.replay_json(path, geometry, tp, model)
-            except Refusal as refusal:
-                report = report_refusal(geometry, refusal)
-        return check.correct_fixes(engine, check.judge(report), model)
-
-    return check.ask_all(engines, model.config, ask)
+        reports[engine.key] = report.model_copy(
+            update={"engine": engine.name, "version": engine.version, "asks_for_kv": asks_for_kv}
+        )
+    return reports
 
 
 @dataclass(frozen=True)
 class _Check:
-    """What several engines are asked about one model."""
+    """What is asked of several engines: a checkpoint, or a file of scales beside a model."""
 
-    model: ScaleFolder
-    """The folder of the model."""
+    folder: ScaleFolder
+    """The checkpoint, or the model's folder."""
     geometry: ModelGeometry
     tp: int
     """The number of ranks."""
-    reaches: Mapping[Slot, Reach] | None
-    """What K and V reach by statistics; None without any."""
-    odd_scales: Collection[str]
-    """Scales of its FP8 weights that are not to be trusted."""
+    file: Path | None
+    """A file of scales: JSON, or tensors outside of the model's folder."""
+    model: ScaleFolder
+    """The folder of the unquantized model, or of the checkpoint."""
+    stats: CalibrationStats | None
+    """Those of the unquantized model."""
     reads_weights: bool
     """Estimate by the weights what K and V reach, where no statistics tell."""
+    opened: dict[tuple[object, ...], OpenedWeights] = field(default_factory=dict)
+    """By the files, in the order in which an engine opens them."""
 
-    def ask_all(
-        self,
-        engines: Sequence[str],
-        config: Mapping[str, object],
-        ask: Callable[[Engine], EngineReport],
-    ) -> Reports:
-        """Ask each engine that may start with this config on so many ranks."""
-        reports = {}
-        for engine in map(find_replayed, engines):
-            if refusal := self._find_refusal(engine, config):
-                report = report_refusal(self.geometry, refusal)
-            else:
-                report = ask(engine)
-                report = report.add(problems=[engine.note]) if engine.note else report
-            named = {"engine": engine.key.partition("==")[0], "version": engine.version}
-            reports[engine.key] = report.model_copy(update=named)
-        return reports
+    def ask(self, engine: Engine) -> EngineReport:
+        """Report what an engine does; raise `Refusal` where it does not start, whatever it reads.
 
-    def _find_refusal(self, engine: Engine, config: Mapping[str, object]) -> Refusal | None:
-        """Say why an engine does not start, whatever its files hold; None if it may."""
+        Raises:
+            UsageError: no replay says what it does with a folder.
+        """
+        self._require_start(engine)
+        if self.file is not None:
+            report = self._replay_file(engine, self.file)
+            return self._judge(self._correct_fixes(engine, report))
+        if engine.replay_folder is None:
+            raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
+        hint = engine.spell_run_hint(self.folder.config)
+        if self.folder.unread:
+            return report_unknown(self.geometry, f"{self.folder.unread}{hint}")
+        seen = self.folder
+        try:
+            seen = seen if engine.view is None else engine.view(seen)
+            report = engine.replay_folder(seen, self.geometry, self.tp)
+        except Refusal as refusal:
+            if refusal.is_final:
+                raise
+            report = report_refusal(self.geometry, refusal)
+        report = self._correct_fixes(engine, _judge_shared(report, self.geometry))
+        is_nvfp4 = find_recorded_dtype(self.folder).lower() == NVFP4_CACHE
+        report = self._judge(report, engine.scale_factor if is_nvfp4 else 1.0)
+        report = amend_weights(engine, report, self._open_weights(seen), self.tp)
+        if not seen.preferred:
+            return report
+        # its names may be known to no class
+        tensors = {name: each for held in seen.tensors.values() for name, each in held.items()}
+        if not are_elsewhere(self.geometry, tensors):
+            return report.add(problems=[seen.preferred])
+        why = f"{seen.preferred}, and it has other names than the model's class"
+        return report.add(unknown=[f"{why}{hint}"])
+
+    def _require_start(self, engine: Engine) -> None:
+        """Refuse what an engine does not start with, whatever its files hold."""
         if engine.splits_heads:
             try:
                 check_heads(self.geometry, self.tp)
                 check_linears(self.geometry, self.tp, of_stats=False)
             except UsageError as error:
-                return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
+                why = f"{error.message}: the engine does not start"
+                raise Refusal(why, fix=error.hint) from error
+        config, architecture = self.folder.config, self.geometry.architecture
         if "auto_map" in config:  # a config class of its own, which may know more
-            return None
+            return
         if why := engine.explain_type(config.get("model_type")):
-            return Refusal(why, fix=_NEWER_FIX)
+            raise Refusal(why, fix=_NEWER_FIX)
         text = config.get("text_config")
         stored = {*config, *(text if isinstance(text, Mapping) else ())}
-        architecture = self.geometry.architecture
         known = (engine.loader, engine.version, architecture)
         read = list_read_fields(*known) if engine.loader else ()
-        names = ", ".join(each for each in read if each not in stored)
-        if not names:
-            return None
-        without = f"without which {engine.title} does not load {architecture}"
-        fix = f"add {names} as in the config.json of the model's authors"
-        return Refusal(f"config.json lacks {names}, {without}", fix=fix)
+        if names := ", ".join(each for each in read if each not in stored):
+            without = f"without which {engine.title} does not load {architecture}"
+            fix = f"add {names} as in the config.json of the model's authors"
+            raise Refusal(f"config.json lacks {names}, {without}", fix=fix)
 
-    def judge(self, report: EngineReport, factor: float = 1.0) -> EngineReport:
+    def _replay_file(self, engine: Engine, path: Path) -> EngineReport:
+        if path.suffix == ".json" and engine.replay_json is not None:
+            try:
+                return engine.replay_json(path, self.geometry, self.tp, self.folder)
+            except Refusal as refusal:
+                return report_refusal(self.geometry, refusal)
+        why = "no engine reads a file of scales that is outside the model's folder"
+        if path.suffix == ".json":
+            why = engine.no_json or f"{engine.title} reads no JSON of scales"
+        dropped = {"status": Status.DROPPED, "value": 1.0, "fix": _OVERLAY_FIX}
+        return report_alike(self.geometry, LoadVerdict(why=f"{why}, so it uses 1.0", **dropped))
+
+    def _open_weights(self, folder: ScaleFolder) -> OpenedWeights:
+        """Open the weights, once for engines that open the same files in the same order."""
+        key = (*folder.files, folder.has_index)
+        if key not in self.opened:
+            self.opened[key] = OpenedWeights(folder, self.geometry, self.stats)
+        return self.opened[key]
+
+    def _judge(self, report: EngineReport, factor: float = 1.0) -> EngineReport:
         """Judge scales that are odd, which an engine multiplies by a factor before it uses them.
 
         Weights are read once, if an engine uses a scale.
         """
-        if self.reaches is not None:
-            return mark_odd_scales(report, factor, reaches=self.reaches)
+        if self.stats is not None:
+            return mark_odd_scales(report, factor, reaches=measure_reaches(self.stats))
         if not any(each.status is Status.USED for each in report.slots.values()):
             return report
         if not self.reads_weights:
@@ -251,16 +224,15 @@ class _Check:
             estimate_reaches,
         )
 
-        return estimate_reaches(self.model, self.geometry, self.odd_scales)
+        odd_scales = self._open_weights(self.folder).odd_scales
+        return estimate_reaches(self.model, self.geometry, odd_scales)
 
-    def correct_fixes(
-        self, engine: Engine, report: EngineReport, model: ScaleFolder
-    ) -> EngineReport:
+    def _correct_fixes(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Replace the advice to write a kv-overlay where the engine uses none of this model."""
         wrong = {slot: one for slot, one in report.slots.items() if "kv-overlay" in one.fix}
         if not wrong:
             return report
-        replayed = replay_overlay(engine, self.geometry, self.tp, model)
+        replayed = replay_overlay(engine, self.geometry, self.tp, self.folder)
         if any(layer.ok for layer in replayed.layers):
             return report
         fix = _NO_OVERLAY_FIX.format(engine.title, shorten(self.geometry.model_type))

@@ -511,12 +511,12 @@ def _find_unused(
         return ""
     unused = {Status.DROPPED, Status.DEFAULTED}
     if path.suffix == ".json":
-        from fp8calib.engines.check import check_file  # noqa: PLC0415 -- most of the code
+        from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
         from fp8calib.engines.replay.folder import open_folder  # noqa: PLC0415
 
         unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
         folder = open_folder(model.source.folder)
-        checked = check_file(path, table.geometry, [engine.key], table.tp, model=folder)
+        checked = check_folder(folder, table.geometry, [engine.key], table.tp, file=path)
         report = checked[engine.key]
     emulated = list_defaulted(table)
     layers = () if report is None else report.layers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.engines.check import check_file, check_folder
+from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.formats.kv.overlay import make_quantization_config
@@ -117,7 +117,7 @@ def ask_sglang_json(
     """Check a JSON file for SGLang, with a model that has this `quantization_config`."""
     config = {} if quantization is None else {"quantization_config": quantization}
     model = ScaleFolder(path=path.parent, config=config, tensors={}, scales={})
-    return check_file(path, geometry, ["sglang"], tp, model=model)["sglang"]
+    return check_folder(model, geometry, ["sglang"], tp, file=path)["sglang"]
 
 
 def statuses(report: EngineReport) -> list[tuple[str, str]]:

@@ -22,7 +22,6 @@ from tests.engines.check_handmade import (
     SCALES,
     WEIGHTS,
     ask,
-    ask_sglang_json,
     both,
     plain_geometry,
     save_folder,
@@ -177,19 +176,3 @@ def test_no_config_makes_it_stumble(
 
     assert list(reports) == list_defaults()
     json.dumps(CheckResult(engines=reports).to_json(), allow_nan=False)
-
-
-@_BOUNDED
-@given(factors=_JSON, model_type=_JSON, is_whole=st.booleans())
-def test_no_json_makes_it_stumble(
-    tmp_path: Path, factors: object, model_type: object, is_whole: bool
-) -> None:
-    kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
-    document = {"model_type": model_type, "kv_cache": kv_cache} if is_whole else factors
-    path = tmp_path / "scales.json"
-    path.write_text(json.dumps(document))
-
-    report = ask_sglang_json(path, plain_geometry(), 1)
-
-    assert [layer.layer for layer in report.layers] == [0, 1]
-    json.dumps(report.model_dump(mode="json"), allow_nan=False)

@@ -216,16 +216,13 @@ Reports = Mapping[str, EngineReport]
 
 
 class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no error of ours
-    """An engine does not start: why, and how to fix it."""
+    """An engine does not start: why, and how to fix it; `is_final` whatever the files hold."""
 
-    def __init__(self, why: str, *, fix: str) -> None:
+    def __init__(self, why: str, *, fix: str, is_final: bool = False) -> None:
         super().__init__(why)
         self.why = why
         self.fix = fix
-
-
-class UnrunRefusal(Refusal):
-    """An engine does not run the model, whatever the files hold."""
+        self.is_final = is_final
 
 
 class Unjudged(Refusal):

@@ -36,7 +36,7 @@ def _make_engine(release: Release) -> Engine:
         cache_types=release.list_values("--kv-cache-dtype"),
         scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
         replay_folder=on_call(f"{_HERE}.replay:replay_sglang", release),
-        replay_json=on_call(f"{_HERE}.scales_file:replay_sglang_json", release),
+        replay_json=on_call(f"{_HERE}.replay:replay_json", release),
         explain_type=partial(explain_type, release),
         splits_heads=True,
         make_reader=on_call(f"{_HERE}.linears:SglangReader.open", release),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
+from fp8calib.checkpoint.json_files import load_json
 from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import PLACELESS, SGLANG_RELEASES, Release
 from fp8calib.engines.replay.declared import (
@@ -20,7 +22,8 @@ from fp8calib.engines.replay.declared import (
 )
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.loaded_scales import LoadContext, Slot, open_indexed
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict, Refusal, report_alike
+from fp8calib.engines.status import Status
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry
@@ -295,3 +298,46 @@ _LATENTS_FIX = "serve it without scales, or with scales of 1.0"
 _SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
 _NEWER_FIX = "serve it with a newer release, or without scales"
 _PLACELESS_FIX = "serve it with another engine, or without scales"
+_READS_FILE = "class of this model type reads a file of scales"
+_DIVIDES = (
+    "SGLang divides K and V by the scale where it stores them, and does not multiply where it "
+    "reads them: FlashInfer attends to the quotients, FlashAttention, Triton and TRT-LLM fail"
+)
+
+
+def replay_json(
+    path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder, release: Release
+) -> EngineReport:
+    """Say what SGLang does with `--quantization-param-path`; `Refusal` where it stops.
+
+    Its models set `k_scale` and `v_scale` of a layer to the number (`models/llama.py`,
+    load_kv_cache_scales), by which `mem_cache/memory_pool.py` (MHATokenToKVPool.set_kv_buffer)
+    divides K and V. Attention multiplies by `k_scale_float` and `v_scale_float`, which stay None:
+    `flashinfer_backend.py` (FlashInferAttnBackend.forward_decode) takes None for 1.0, `sm_scale *
+    k_scale` of `triton_backend.py` and `k_scale.expand` of `flashattention_backend.py` are errors,
+    and so is `.to` of `fused_fp8_qkv_kv_cache.py` (_scale_to_f32), which `trtllm_mha_backend.py`
+    calls. Read in 0.5.16 and 0.5.23; `aiter_backend.py` passes the number to kernels that were not
+    read.
+
+    The loader is vLLM's of 0.4 to 0.6 (`srt/model_loader/weight_utils.py`: `QuantParamSchema`,
+    `kv_cache_scales_loader`). Where anything in a file is wrong, all scales are 1.0, and one line
+    in the log says so; of that, only another form or number of ranks is looked for here.
+    """
+    # multimodal classes read none
+    is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
+    has_own = has_class(geometry.architecture, release) and not is_wrapped
+    fix = "serve a kv-overlay instead"
+    if not has_own or not release.has(_READS_FILE, geometry.model_type):
+        owner = f"{release.title}'s {find_sglang_type(geometry, release)}"
+        raise Refusal(f"{owner} reads no file of scales: RuntimeError at start", fix=fix)
+    document = load_json(path)
+    cache = document.get("kv_cache") if isinstance(document, dict) else None
+    ranks = cache.get("scaling_factor") if isinstance(cache, dict) else None
+    if not isinstance(ranks, dict) or ranks.keys() != {str(rank) for rank in range(tp)}:
+        why = f"SGLang looks for ranks 0 to {tp - 1} in kv_cache.scaling_factor, else it uses 1.0"
+        verdict = LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
+        return report_alike(geometry, verdict)
+    if find_fault(model, geometry, release) is None:
+        why = "the model's quantization_config makes k_scale a parameter: setting it is a TypeError"
+        raise Refusal(why, fix="store the scales in the checkpoint")
+    return report_alike(geometry, LoadVerdict(status=Status.MISREAD, why=_DIVIDES, fix=fix))

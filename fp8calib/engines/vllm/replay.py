@@ -29,7 +29,6 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    UnrunRefusal,
     is_scale,
     judge_number,
 )
@@ -141,9 +140,9 @@ def replay_vllm(
     if (is_later or is_dropped) and not _has_class(geometry, release):
         if not first:
             why = f"{release.title} does not run {geometry.model_type}"
-            raise UnrunRefusal(why, fix="use another engine")
+            raise Refusal(why, fix="use another engine", is_final=True)
         why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-        raise UnrunRefusal(why, fix=f"use vLLM {first} or later")
+        raise Refusal(why, fix=f"use vLLM {first} or later", is_final=True)
     replay = _Replay(folder, geometry, tp, release)
     report = replay.report(on_gpus=on_gpus)
     if replay.method is None:
