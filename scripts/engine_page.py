@@ -10,14 +10,16 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS, read_facts
+from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS
 from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.status import Evidence
 
 HEAD = """# What is known of engines
 
@@ -43,6 +45,28 @@ _SOURCE = re.compile(r"\.py|\d\.\d|commit [0-9a-f]{6}")
 """How a docstring that names a file, a release or a commit of an engine is recognised."""
 _T = TypeVar("_T")
 _FOLDER = Path(inspect.getfile(Engine)).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that is true of some releases."""
+
+    fact: str
+    """Its name."""
+    values: Sequence[str] = ("",)
+    """What it holds for, such as types of models; one empty text if the name says all."""
+    since: str = ""
+    """First release that has it; empty if that is older than all known releases."""
+    until: str = ""
+    """First release without it; empty if the newest still has it."""
+    source: str
+    """The files and the symbols in them that show it."""
+    how: Evidence
+
+
+def read_facts(written: Mapping[str, Any]) -> list[Fact]:
+    """Read the facts of a file."""
+    return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
 
 
 def make_page() -> str:

@@ -35,7 +35,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.replay import names_base
+from fp8calib.engines.vllm.replay import find_base
 from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
 from fp8calib.engines.weights.stored import OpenedWeights
@@ -306,7 +306,7 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
         if engine.name not in _BY_CLASS:
             continue
         why = f"transformers refuses config.json: {refused}" if refused else ""
-        if engine.name == "sglang" or not names_base(model.config, geometry):
+        if engine.name == "sglang" or not find_base(model.config, geometry):
             why = why or _find_other_class(model.config, geometry)
         if not why and not faults:
             continue

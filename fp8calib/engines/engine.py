@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -182,10 +182,6 @@ class Engine:
         return frozenset(
             kind for kind, places in self.multiplied.items() if gpu.generation not in places
         )
-
-    def emulate_on(self, gpu: Gpu, numerics: Numerics) -> Numerics:
-        """Give the arithmetic of a release on a GPU."""
-        return replace(numerics, unmultiplied=self.list_unmultiplied(gpu))
 
     def explain_unmultiplied(self, scheme: Scheme, gpu: Gpu) -> str:
         """Explain why this GPU keeps the scheme's inputs in 16 bits; empty if it does not."""

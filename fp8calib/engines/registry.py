@@ -38,7 +38,6 @@ _TRANSFORMERS = Engine(
 )
 """The installed one, with the installed compressed-tensors."""
 _READ_ONLY = "{title} {version}: KV scales: {kv_scales}; FP8 weights: {weights} ({source})"
-_ONLY_READ_HINT = "docs/reference.md lists such engines"
 ONLY_READ: dict[str, dict[str, str]] = json.loads((FOLDER / "only_read.json").read_bytes())
 """Engines whose source was read once, by the name that `--engine` had for them: a title, the
 releases or the commit that was read, what becomes of KV scales and FP8 weights, and the files."""
@@ -94,7 +93,8 @@ def find_emulated(name: str) -> tuple[Engine, Numerics]:
     """
     engine = _find(name, list_emulated())
     if engine.numerics is None:
-        raise _refuse(name, engine.no_numerics, list_emulated())
+        hint = suggest("", list_emulated(), what="engines")
+        raise UsageError(f"--engine {name}: {engine.no_numerics}", hint=hint)
     return engine, engine.numerics
 
 
@@ -104,28 +104,29 @@ def find_replayed(name: str) -> Engine:
     Raises:
         UsageError: there is no such engine, version or replay; the message says which.
     """
-    engine = _find(name, list_replayed())
-    if engine.name not in list_replayed():
-        raise _refuse(name, engine.no_folder, list_replayed())
+    known = list_replayed()
+    engine = _find(name, known)
+    if engine.name not in known:
+        hint = suggest("", known, what="engines")
+        raise UsageError(f"--engine {name}: {engine.no_folder}", hint=hint)
     return engine
 
 
 def _find(name: str, known: list[str]) -> Engine:
     key, _, named = name.partition("==")
     if key in ONLY_READ:
-        text = _READ_ONLY.format(**ONLY_READ[key])
-        raise UsageError(f"--engine {name}: only read: {text}", hint=_ONLY_READ_HINT)
-    if key not in ENGINES:
-        raise _refuse(name, "unknown engine", known)
-    releases = (ENGINES[key], *ENGINES[key].releases)
-    if key == name:
-        return releases[0]
-    found = _find_release(releases, named.removeprefix("v"))
-    if found is None:
+        text = f"only read: {_READ_ONLY.format(**ONLY_READ[key])}"
+        hint = "docs/reference.md lists such engines"
+    elif key not in ENGINES:
+        text, hint = "unknown engine", suggest(key, known, what="engines")
+    else:
+        releases = (ENGINES[key], *ENGINES[key].releases)
+        found = releases[0] if key == name else _find_release(releases, named.removeprefix("v"))
+        if found is not None:
+            return found
         versions = ", ".join(each.version for each in releases if each.version) or "none"
-        hint = f"known versions of {key}: {versions}"
-        raise UsageError(f"--engine {name}: unknown version", hint=hint)
-    return found
+        text, hint = "unknown version", f"known versions of {key}: {versions}"
+    raise UsageError(f"--engine {name}: {text}", hint=hint)
 
 
 def _find_release(releases: tuple[Engine, ...], named: str) -> Engine | None:
@@ -152,9 +153,3 @@ def _find_release(releases: tuple[Engine, ...], named: str) -> Engine | None:
         note = f"version {named} is unknown: the rules are those of {newest.version}, the newest"
         return replace(newest, note=f"{note} that is known")
     return None
-
-
-def _refuse(name: str, why: str, known: list[str]) -> UsageError:
-    key = name.partition("==")[0]
-    hint = suggest("" if key in ENGINES else key, known, what="engines")
-    return UsageError(f"--engine {name}: {why}", hint=hint)

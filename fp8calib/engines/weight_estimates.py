@@ -55,17 +55,19 @@ def estimate_reaches(
 
 
 def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
-    """Measure the root mean square of some rows of FP8 matrices, by their names.
+    """Measure the root mean square of rows in the middle of FP8 matrices, by their names.
 
-    Left out are experts, which may be dead, and what is zero or not finite.
+    Left out are experts, which may be dead, and what is zero or not finite, or has no scale.
     """
+    sizes = {}
     with np.errstate(all="ignore"), _Weights(folder, ()) as weights:
-        sizes = {
-            name: weights.measure(name, entry.shape[0])
-            for held in folder.tensors.values()
-            for name, entry in held.items()
-            if entry.dtype in WEIGHT_FORMATS and ".experts." not in name and len(entry.shape) == 2
-        }
+        for name, entry in ((n, e) for held in folder.tensors.values() for n, e in held.items()):
+            if entry.dtype not in WEIGHT_FORMATS or ".experts." in name or len(entry.shape) != 2:
+                continue
+            first = max(0, (entry.shape[0] - _SAMPLED_ROWS) // 2)
+            values = weights.read(name, first, min(entry.shape[0], first + _SAMPLED_ROWS))
+            if values is not None:
+                sizes[name] = float(np.sqrt(np.mean(np.square(values, dtype="f8"))))
     return {name: size for name, size in sizes.items() if 0 < size < float("inf")}
 
 
@@ -76,7 +78,8 @@ def _estimate(
     path = attention.checkpoint_module
     parent, _, name = path.rpartition(".")
     projection = f"{path}.{role}_proj"
-    if name == "cross_attn" or attention.producer is not None or weights.has_norm(path, role):
+    has_norm = any("norm" in each and each.startswith(role) for each in weights.beside[path])
+    if name == "cross_attn" or attention.producer is not None or has_norm:
         return None
     weight = weights.read(f"{projection}.weight")
     norm = weights.read(f"{parent}.input_layernorm.weight")
@@ -111,16 +114,13 @@ class _Weights(ExitStack):
         self._odd_scales = odd_scales
         self._located = {name: file for file, held in folder.tensors.items() for name in held}
         self._files: dict[str, TensorFile] = {}
-        self._beside: dict[str, list[str]] = defaultdict(list)
+        self.beside: dict[str, list[str]] = defaultdict(list)
+        """By module: the last parts of the names of its modules and tensors."""
         for name in self._located:
             parent, _, rest = name.rpartition(".")
             path, _, last = parent.rpartition(".")
-            self._beside[path].append(last)
-            self._beside[parent].append(rest)
-
-    def has_norm(self, path: str, role: Role) -> bool:
-        """Check whether K or V of an attention module has a norm of its own."""
-        return any("norm" in each and each.startswith(role) for each in self._beside[path])
+            self.beside[path].append(last)
+            self.beside[parent].append(rest)
 
     def read(
         self, name: str, first: int = 0, last: int | None = None
@@ -151,12 +151,6 @@ class _Weights(ExitStack):
             np.arange(columns) * scale.shape[1] // columns,
         )
         return decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
-
-    def measure(self, name: str, rows: int) -> float:
-        """Give the root mean square of rows in the middle of an FP8 matrix; 0 without a scale."""
-        first = max(0, (rows - _SAMPLED_ROWS) // 2)
-        values = self.read(name, first, min(rows, first + _SAMPLED_ROWS))
-        return 0.0 if values is None else float(np.sqrt(np.mean(np.square(values, dtype="f8"))))
 
     def read_bias(self, name: str, length: int) -> NDArray[np.float32] | None:
         """Read a bias; zeros where the model has none, None for another shape or dtype."""

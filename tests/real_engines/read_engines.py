@@ -18,14 +18,12 @@ from typing import Any
 from fp8calib.engines.facts.release import (
     SGLANG_FACTS,
     VLLM_FACTS,
-    Fact,
     make_releases,
     parse_version,
-    read_facts,
 )
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.status import Evidence
-from scripts.engine_page import list_loading_rules
+from scripts.engine_page import Fact, list_loading_rules, read_facts
 from tests.real_engines import sglang_facts, vllm_facts
 from tests.real_engines.class_facts import list_spans, read_classes
 from tests.real_engines.package import Package, list_names, open_package

@@ -1,5 +1,6 @@
 """What a GPU serves of the types of the KV cache and of the schemes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_inputs_are_quantized_where_the_gpu_multiplies_them(
     engine, numerics = find_emulated("vllm")
     told = engine.explain_unmultiplied(SCHEMES[scheme], GPUS[gpu])
     assert ("leaves inputs in 16 bits on" in told) is is_plain
-    numerics = engine.emulate_on(GPUS[gpu], numerics)
+    numerics = replace(numerics, unmultiplied=engine.list_unmultiplied(GPUS[gpu]))
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     with opened(zoo.build("llama", **sizes), tmp_path / "m") as subject:
         found = emulate_scheme(subject, SCHEMES[scheme], numerics).quantizers

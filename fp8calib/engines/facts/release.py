@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,23 +17,6 @@ from typing import Any
 from fp8calib.engines.status import Evidence
 
 FOLDER = Path(__file__).parent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """Something that is true of some releases."""
-
-    fact: str
-    """Its name."""
-    values: Sequence[str] = ("",)
-    """What it holds for, such as types of models; one empty text if the name says all."""
-    since: str = ""
-    """First release that has it; empty if that is older than all known releases."""
-    until: str = ""
-    """First release without it; empty if the newest still has it."""
-    source: str
-    """The files and the symbols in them that show it."""
-    how: Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +35,7 @@ class Release:
     true: Mapping[str, tuple[str, ...]] = field(repr=False)
     """By fact: the values that hold for this release, those of the oldest facts first."""
     begins: Mapping[str, Mapping[str, str]] = field(repr=False)
-    """By fact and value: the name of the first release that has it, as in `Fact.since`."""
+    """By fact and value: the name of the first release that has it (`since`)."""
 
     @property
     def title(self) -> str:
@@ -80,11 +63,6 @@ def parse_version(version: str) -> tuple[int, ...]:
     """Parse the release numbers of a version; empty if it has none, as a commit."""
     match = re.match(r"\d+(?:\.\d+)+(?!.*=)|\d+$", version, re.ASCII)
     return tuple(map(int, match.group().split("."))) if match else ()
-
-
-def read_facts(written: Mapping[str, Any]) -> list[Fact]:
-    """Read the facts of a file."""
-    return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
 
 
 def list_spans(written: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], range]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -82,24 +82,24 @@ _READS = "drafter reads the KV cache of this model type"
 
 def find_recorded_dtype(folder: ScaleFolder) -> str:
     """Find the format that a config or a header names for the scales; empty for e4m3fn."""
-    algorithm = next(_list_algorithms(folder), "")
-    if algorithm not in ("", "FP8"):
-        return algorithm
+    for outer in (folder.config.get("quantization_config"), folder.modelopt):
+        section = find_modelopt_section(outer) if isinstance(outer, dict) else {}
+        algorithm, scheme = section.get("kv_cache_quant_algo"), section.get("kv_cache_scheme")
+        if isinstance(algorithm, str):
+            algorithm = algorithm.upper()
+        elif isinstance(scheme, dict) and str(section.get("quant_method")).startswith("modelopt"):
+            bits, kind = scheme.get("num_bits"), scheme.get("type")
+            algorithm = (
+                "FP8" if (bits, kind) == (8, "float") else f"{bits!a:.20} bits of {kind!a:.20}"
+            )
+        else:
+            continue
+        if algorithm not in ("", "FP8"):
+            return algorithm
+        break
     named = (*(folder.config.get(key) for key in _KEYS), *folder.recorded.values())
     found = [value for value in named if isinstance(value, str)]
     return next((x for x in found if "fnuz" in x or "e5m2" in x or x == NVFP4_CACHE), "")
-
-
-def _list_algorithms(folder: ScaleFolder) -> Iterator[str]:
-    """List ModelOpt's names for the format of the cache, in upper case."""
-    for outer in (folder.config.get("quantization_config"), folder.modelopt):
-        nested = find_modelopt_section(outer) if isinstance(outer, dict) else {}
-        algorithm, scheme = nested.get("kv_cache_quant_algo"), nested.get("kv_cache_scheme")
-        if isinstance(algorithm, str):
-            yield algorithm.upper()
-        elif isinstance(scheme, dict) and str(nested.get("quant_method")).startswith("modelopt"):
-            kind = (scheme.get("type"), scheme.get("num_bits"))
-            yield "FP8" if kind == ("float", 8) else f"{kind[1]!a:.20} bits of {kind[0]!a:.20}"
 
 
 def amend_for_dtype(

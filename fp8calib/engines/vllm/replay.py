@@ -95,19 +95,15 @@ _DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
 """Methods that are `BaseKVCacheMethod`, which doubles what it loaded where FP8 is e4m3fnuz."""
 
 
-def names_base(config: Mapping[str, object], geometry: ModelGeometry) -> bool:
-    """Check whether a config names the model without its output layer, or nothing, as vLLM sees it.
+def find_base(config: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Find the class without an output layer that vLLM takes a config for; empty if it does not.
 
     Without a name vLLM takes the base class of the model type (`transformers_utils/config.py`,
     get_config; 0.26.0 to 0.33.0, read).
     """
-    base, named = _find_base(geometry), config.get("architectures") or None
-    return base not in ("", *_BASES_OF_OTHERS) and named in (None, [base])
-
-
-def _find_base(geometry: ModelGeometry) -> str:
     base = re.sub("(ForCausalLM|LMHeadModel)$", "Model", geometry.architecture)
-    return base if base != geometry.architecture else ""
+    is_named = config.get("architectures") in (None, [], "", [base])
+    return base if is_named and base not in (geometry.architecture, *_BASES_OF_OTHERS) else ""
 
 
 def _has_class(geometry: ModelGeometry, release: Release) -> bool:
@@ -192,8 +188,7 @@ class _Replay:
         # vLLM runs a model without an output layer to embed text: `config/model.py`
         # (_get_default_runner_type, _SUFFIX_TO_DEFAULTS) and `models/registry.py`; 0.26.0 to
         # 0.33.0 read, 0.32.0 run with 10 types.
-        is_base = names_base(folder.config, geometry)
-        self._is_pooling = is_base and _find_base(geometry) not in _BASES_WITH_HEAD
+        self._is_pooling = find_base(folder.config, geometry) not in ("", *_BASES_WITH_HEAD)
         self._dtype = find_served_dtype(
             geometry,
             bfloat16_types=release.list_values(BFLOAT16_TYPES),

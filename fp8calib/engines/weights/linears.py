@@ -126,19 +126,7 @@ def list_groups(
     decoder = find_decoder(geometry)
     find = partial(_find_created, classes, decoder)
     yield from _join(linears, find, geometry)
-    counts = {}
-    if stored:
-        matches = (_LAYER.match(path) for path, _, _ in experts)
-        ends = dict.fromkeys(
-            match.string[match.end() :] for match in matches if match and match[1] == decoder
-        )
-        counts = {
-            f"{decoder}{index}.{end}": number
-            for end in ends
-            for index, number in count_experts(geometry).items()
-        }
-    sizes = _size_experts(geometry)
-    grouped = dict(_group_experts(experts, counts, beside, sizes)) if experts else {}
+    grouped = dict(_group_experts(experts, beside, geometry)) if experts else {}
     # those of layers that store them in one tensor of 16 bits, as linears of one; stacks in FP8 are
     # not judged
     stacks: dict[str, list[StoredLinear]] = defaultdict(list)
@@ -246,16 +234,6 @@ def count_experts(geometry: ModelGeometry) -> dict[int, int]:
     }
 
 
-def _size_experts(geometry: ModelGeometry) -> Mapping[str, Shape]:
-    """Give the shapes of an expert's projections, by both of their names."""
-    sizes = {
-        linear.module.rpartition(".")[2]: (linear.out_features, linear.in_features)
-        for _, linear in geometry.linears()
-        if linear.num_experts
-    }
-    return sizes | {_MIXTRAL[name]: sizes[name] for name in _MIXTRAL.keys() & sizes}
-
-
 def find_decoder(geometry: ModelGeometry) -> str | None:
     """Find what the names of tensors in decoder layers begin with, before the layer's number."""
     modules = (attention.checkpoint_module for _, attention in geometry.attentions())
@@ -271,14 +249,13 @@ def find_layer_index(decoder: str | None, path: str) -> int:
 
 def _group_experts(
     experts: Sequence[tuple[str, int, str]],
-    counts: Mapping[str, int],
     beside: Mapping[str, Mapping[str, TensorEntry]],
-    sizes: Mapping[str, Shape],
+    geometry: ModelGeometry,
 ) -> Iterator[tuple[str, Sequence[StoredLinear]]]:
     """Group the experts of each layer by path, each with all projections that any expert has.
 
     `experts` are the path of the layer's experts, the number and the projection of each linear;
-    `counts` how many experts the model has, by path; `sizes` the shapes of packed projections.
+    `beside` the tensors of linears. Where some of the decoder are stored, all of the model count.
     """
     numbers: dict[str, dict[int, None]] = defaultdict(dict)
     shapes: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)
@@ -288,6 +265,22 @@ def _group_experts(
         if weight is not None:
             shapes[path, projection][weight.shape] += 1
             shapes["", projection][weight.shape] += 1
+    decoder = find_decoder(geometry)
+    matches = (_LAYER.match(path) for path in numbers)
+    ends = {each.string[each.end() :]: None for each in matches if each and each[1] == decoder}
+    counts = {
+        f"{decoder}{index}.{end}": number
+        for end in ends
+        for index, number in count_experts(geometry).items()
+    }
+    packed: dict[str, Shape] = {}  # of weights that show no shape
+    for _, linear in geometry.linears():
+        if linear.num_experts:
+            name = linear.module.rpartition(".")[2]
+            packed[name] = packed[_MIXTRAL.get(name, name)] = (
+                linear.out_features,
+                linear.in_features,
+            )
     projections = dict.fromkeys(projection for _, _, projection in experts)
     for path in dict.fromkeys((*numbers, *counts)):
         members = []
@@ -296,7 +289,7 @@ def _group_experts(
                 module = f"{path}.{expert}.{projection}"
                 # the commonest of this layer, or else of all layers
                 common = (shapes[path, projection] or shapes["", projection]).most_common(1)
-                shape = _read_matrix(common[0][0] if common else sizes.get(projection, ()))
+                shape = _read_matrix(common[0][0] if common else packed.get(projection, ()))
                 held = beside.get(module, {})
                 members.append(StoredLinear(module=module, shape=shape, tensors=held))
         yield path, members

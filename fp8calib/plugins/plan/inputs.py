@@ -117,7 +117,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     numerics = emulated.numerics
     assert numerics is not None  # noqa: S101 -- of an emulated engine it is known
     if gpu is not None:
-        numerics = emulated.emulate_on(gpu, numerics)
+        numerics = replace(numerics, unmultiplied=emulated.list_unmultiplied(gpu))
     recipe = load_recipe("kv")
     data = recipe.data.model_copy(update={"batch_size": request.batch_size})
     recipe = recipe.model_copy(update={"data": data})
