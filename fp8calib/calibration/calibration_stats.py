@@ -19,13 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
-from fp8calib.calibration.stats_header import (
-    METADATA_KEY,
-    STATS_NAME,
-    CalibrationOrigin,
-    StatsHeader,
-    StatsShard,
-)
+from fp8calib.calibration.origin import METADATA_KEY, STATS_NAME, CalibrationOrigin
+from fp8calib.calibration.stats_header import StatsHeader, StatsShard
 from fp8calib.checkpoint.header import read_header
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.model.geometry import KV_ROLES, Frozen, ModelGeometry, Role, Site

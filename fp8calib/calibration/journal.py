@@ -26,7 +26,8 @@ from fp8calib.calibration.calibration_stats import (
     merge_sites,
     save_stats,
 )
-from fp8calib.calibration.stats_header import STATS_NAME, StatsHeader, StatsShard
+from fp8calib.calibration.origin import STATS_NAME
+from fp8calib.calibration.stats_header import StatsHeader, StatsShard
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError

@@ -17,9 +17,9 @@ import torch
 from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.journal import NAME_PREFIX
+from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.calibration.processes import open_process_group
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.stats_header import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,

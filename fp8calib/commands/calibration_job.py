@@ -24,10 +24,11 @@ from fp8calib.calibration.calibrate import (
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
 from fp8calib.calibration.journal import NAME_PREFIX, Journal
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
+from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.stats_header import REPORT_NAME, STATS_NAME, StatsHeader
+from fp8calib.calibration.stats_header import StatsHeader
 from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
 from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.model import describe_run

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.stats_header import (
+from fp8calib.calibration.origin import (
     REPORT_NAME,
     STATS_NAME,
     CalibrationOrigin,
     is_stats_file,
     spell_export,
 )
+from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import is_result

@@ -157,7 +157,7 @@ def _write(
     shards: tuple[str, ...],
 ) -> ExportResult:
     from fp8calib.calibration.calibration_stats import save_stats
-    from fp8calib.calibration.stats_header import STATS_NAME
+    from fp8calib.calibration.origin import STATS_NAME
     from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.check_written import finish_formats, require_server
     from fp8calib.commands.recipe import decide_query

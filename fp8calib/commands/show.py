@@ -102,7 +102,7 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
     """
     with slow_imports():
         from fp8calib.calibration.calibration_stats import load_stats_file
-        from fp8calib.calibration.stats_header import STATS_NAME, is_stats_file
+        from fp8calib.calibration.origin import STATS_NAME, is_stats_file
     path = Path(request.file)
     if path.is_dir():
         refuse_external_links(path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.calibration.stats_header import STATS_NAME, is_stats_file
+from fp8calib.calibration.origin import STATS_NAME, is_stats_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.options import SKIP_LAYERS
 from fp8calib.commands.verify import VerifyRequest

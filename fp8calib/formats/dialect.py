@@ -18,7 +18,7 @@ from fp8calib.numerics.formats import KV_FORMATS, Fp8Format
 if TYPE_CHECKING:
     import torch
 
-    from fp8calib.calibration.stats_header import CalibrationOrigin
+    from fp8calib.calibration.origin import CalibrationOrigin
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.metadata import Provenance
     from fp8calib.formats.quantized_model import QuantizedModel

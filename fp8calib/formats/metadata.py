@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib import __version__
-from fp8calib.calibration.stats_header import CalibrationOrigin
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.errors import refusal

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.calibration.stats_header import (
+from fp8calib.calibration.origin import (
     METADATA_KEY,
     CalibrationOrigin,
     explain_difference,

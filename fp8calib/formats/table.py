@@ -8,7 +8,7 @@ from enum import StrEnum
 from math import isnan
 from typing import TYPE_CHECKING
 
-from fp8calib.calibration.stats_header import CalibrationOrigin
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.stats_header import CalibrationOrigin
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import refuse_unknown_entries
 from fp8calib.checkpoint.overlay import plan_overlay

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.stats_header import CalibrationOrigin
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.calibration.unquantized_tensors import BaseComparison, compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError

@@ -15,7 +15,7 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.stats_header import calibrate_first, explain_difference
+from fp8calib.calibration.origin import calibrate_first, explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError, ModelError, join_or
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales

@@ -23,7 +23,7 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.stats_header import explain_difference
+from fp8calib.calibration.origin import explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import explained, require_free_space
 from fp8calib.errors import ExportError, ModelError

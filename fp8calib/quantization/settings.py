@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fp8calib.calibration.stats_header import calibrate_first
+from fp8calib.calibration.origin import calibrate_first
 from fp8calib.errors import UsageError, join_or
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect

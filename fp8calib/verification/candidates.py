@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.stats_header import calibrate_first
+from fp8calib.calibration.origin import calibrate_first
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.arithmetic import Numerics, find_served_dtype
 from fp8calib.errors import (

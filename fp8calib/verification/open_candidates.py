@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedConfig
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
-from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.stats_header import (
+from fp8calib.calibration.origin import (
     STATS_NAME,
     CalibrationOrigin,
     calibrate_first,
     is_stats_file,
 )
+from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header

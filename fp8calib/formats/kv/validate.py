@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.calibration.stats_header import CalibrationOrigin
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.errors import ModelError, cut_list, name_ranges, refusal
 from fp8calib.formats.dialect import ParsedScales
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry

@@ -14,7 +14,8 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.stats_header import CalibrationOrigin, Observe
+from fp8calib.calibration.origin import CalibrationOrigin
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file, save_stats
-from fp8calib.calibration.stats_header import REPORT_NAME, STATS_NAME
+from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import format_size, output_folder, write_file_atomic
 from fp8calib.commands.calibration_job import CalibrationJob

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.stats_header import STATS_NAME
+from fp8calib.calibration.origin import STATS_NAME
 from fp8calib.commands.check_planned import replay_settings
 from fp8calib.commands.options import FORMATS
 from fp8calib.commands.recipe import Quantize

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.stats_header import CalibrationOrigin
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Role, Site
