@@ -59,14 +59,13 @@ from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import DataPlan, parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
-from fp8calib.formats.compute import find_site_rules
+from fp8calib.formats.compute import find_site_rules, write_formats
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
     check_replaced,
-    write_formats,
 )
 from fp8calib.machine import ProcessRank
 from fp8calib.model.device import choose_rank_device

@@ -161,14 +161,14 @@ def _write(
     from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.check_written import finish_formats, require_server
     from fp8calib.commands.recipe import decide_query
+    from fp8calib.formats.compute import write_formats
     from fp8calib.formats.kv.json import name_rank_files
-    from fp8calib.formats.write import check_replaced, list_outputs, write_formats
+    from fp8calib.formats.write import check_replaced, list_outputs
     from fp8calib.numerics.formats import FP8_FORMATS
-    from fp8calib.quantization.attachment import describe_attachment
 
     query, notes = decide_query(recipe, given)
     name = str(inputs[0]) if inputs and not shards else STATS_NAME
-    stats, attachment, quantized = _relate(request, recipe, given, name, source)
+    stats, attachment, quantized, related = _relate(request, recipe, given, name, source)
     out, weights, owned = Path(request.out), None, list_outputs(recipe.formats, recipe.tp)
     joined, fmt = [STATS_NAME] if shards else [], FP8_FORMATS[recipe.scales.fp8_dtype]
     if source is not None:
@@ -218,7 +218,7 @@ def _write(
         warnings=(
             *notes,
             *(weights.notes if weights else ()),
-            *(describe_attachment(attachment, source, stats.geometry) if source else ()),
+            *related,
             *written,
         ),
         compared=attachment.compared,
@@ -232,12 +232,12 @@ def _relate(
     given: CalibrationStats,
     name: str,
     source: Checkpoint | None,
-) -> tuple[CalibrationStats, Attachment, QuantizedModel | None]:
+) -> tuple[CalibrationStats, Attachment, QuantizedModel | None, list[str]]:
     """Refuse a model that does not fit the statistics, which messages call `name`.
 
     Returns:
         The statistics, for a quantized model with its own names of tensors; how they belong to the
-        model; and what is quantized in it, if something is.
+        model; what is quantized in it, if something is; and what a user should know about it.
 
     Raises:
         UsageError: the model is int4, which no overlay can be made of.
@@ -250,7 +250,7 @@ def _relate(
     from fp8calib.quantization.select import check_unquantized
     from fp8calib.quantization.sources.int4 import is_int4_source
 
-    plain = given, Attachment(replaces_scales=request.replace_scales), None
+    plain = given, Attachment(replaces_scales=request.replace_scales), None, list[str]()
     if source is None:
         return plain
     if request.with_weights and is_int4_source(source):
@@ -269,12 +269,12 @@ def _relate(
         check_stats_model(given, source)
         return plain
     stats = adopt_names(given, source)
-    attachment = relate_to_quantized(
+    attachment, related = relate_to_quantized(
         *(name, stats.origin, source, stats.geometry),
         other_weights=request.other_weights,
         replace_scales=request.replace_scales,
     )
-    return stats, attachment, quantized
+    return stats, attachment, quantized, related
 
 
 def describe(result: ExportResult, request: ExportRequest) -> Iterator[Block]:  # noqa: ARG001

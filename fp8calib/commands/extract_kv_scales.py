@@ -137,7 +137,6 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
         from fp8calib.formats.read import check_origin, read_scales
-        from fp8calib.quantization.attachment import relate_to_quantized
     names = shared.split_names(request.formats) or ["kv-overlay"]
     if len(names) > 1:
         raise UsageError(
@@ -161,9 +160,11 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         if quantized is None:
             check_origin(str(path), found.table.origin, fingerprint)
-            attachment = Attachment(replaces_scales=request.replace_scales)
+            attachment, related = Attachment(replaces_scales=request.replace_scales), list[str]()
         else:
-            attachment = relate_to_quantized(
+            from fp8calib.quantization.attachment import relate_to_quantized
+
+            attachment, related = relate_to_quantized(
                 *(str(path), found.table.origin, checkpoint, geometry),
                 other_weights=request.other_weights,
                 replace_scales=request.replace_scales,
@@ -173,7 +174,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
             is_kept = dialect.per_tp and fits_heads(geometry, found.table.tp)
             tps = (found.table.tp if is_kept else 1,)
         result = _write(
-            *(request, dialect, found, checkpoint, quantized, attachment),
+            *(request, dialect, found, checkpoint, quantized, attachment, related),
             tps=tps,
             fingerprint=fingerprint,
         )
@@ -189,6 +190,7 @@ def _write(
     checkpoint: Checkpoint,
     quantized: QuantizedModel | None,
     attachment: Attachment,
+    related: Sequence[str],
     *,
     tps: Sequence[int],
     fingerprint: str,
@@ -196,7 +198,6 @@ def _write(
     from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.check_written import finish_checkpoint, require_server
     from fp8calib.formats.write import list_owned, write_found
-    from fp8calib.quantization.attachment import describe_attachment
 
     out, geometry = Path(request.save_path), found.table.geometry
     taken_from = tuple(map(_name_file, found.files))
@@ -216,7 +217,6 @@ def _write(
             source=checkpoint,
             shown=out,
             attachment=attachment,
-            attached=describe_attachment(attachment, checkpoint, geometry),
         )
         if dialect.needs_model:
             if quantized is not None:
@@ -240,7 +240,7 @@ def _write(
             _describe_layer(tables[0], layer.index, attention, joins_kv=dialect.joins_kv)
             for layer, attention in geometry.attentions()
         ),
-        notes=notes,
+        notes=(*related, *notes),
         compared=attachment.compared,
         kv_bytes_per_token=measure_kv_bytes(geometry),
         checked=checked,

@@ -1,4 +1,4 @@
-"""Compute scales from statistics: `scale = amax / fmt.max`, fp32.
+"""Compute scales from statistics, `scale = amax / fmt.max` in fp32, and write them.
 
 A rule (`fp8calib.numerics.rules`) may replace the amax of an activation by another magnitude. Like
 every server, and unlike torch's float8 training code, this package multiplies by the scale to
@@ -7,16 +7,22 @@ dequantize. Where the amax is zero or no token reached a site, the scale is a li
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
 
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError, RecipeError
 from fp8calib.formats.convert import max_per_rank
+from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
+from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing
+from fp8calib.formats.write import check_export, write_table
 from fp8calib.model.geometry import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.module_paths import matches_pattern
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
@@ -163,6 +169,60 @@ def compute_linear_scales(
         kept_amax=kept_amax,
         origin=stats.origin,
     )
+
+
+def write_formats(
+    stats: CalibrationStats,
+    formats: Sequence[str],
+    out: Path,
+    *,
+    fmt: Fp8Format,
+    tps: Sequence[int],
+    source: Checkpoint | None,
+    query: bool,
+    rules: ScaleRules = PLAIN_RULES,
+    quantized: Mapping[int, ScaleTable] | None = None,
+    attachment: Attachment = NO_ATTACHMENT,
+) -> list[str]:
+    """Write the scales of statistics in every format, with a file per degree where formats differ.
+
+    The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
+    `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
+    rank weights that the caller writes beside these files; `rfc` contains them and names the
+    weights' files. `attachment` records how the scales belong to a model that is quantized already.
+
+    Returns:
+        What a user should know about the files.
+
+    Raises:
+        UsageError: a format or degree is not valid, or the model is missing.
+        ExportError: a scale cannot be computed, or a file not written.
+    """
+    check_export(stats.geometry, formats, tps, fmt)
+    kv_scales = cache(partial(compute_kv_scales, stats, fmt, rules=rules))
+    linear_scales = cache(partial(compute_linear_scales, stats, fmt, rules=rules))
+    notes: list[str] = []
+    for dialect in map(find_dialect, dict.fromkeys(formats)):
+        for tp in dialect.degrees(tps):
+            has_query = query and dialect.has_query
+            linears = None
+            if dialect.has_linears:
+                linears = linear_scales(tp=tp) if quantized is None else quantized[tp]
+            place = Path(dialect.path(tp))
+            notes += write_table(
+                kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
+                dialect.name,
+                out / place,
+                source=source,
+                shown=place,
+                attachment=attachment,
+                linears=linears,
+                with_rank_weights=quantized is not None,
+            )
+        if dialect.has_linears:
+            weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
+            notes += (f"{item.site}: not in {dialect.name}: {item.why}" for item in weights)
+    return list(dict.fromkeys(notes))
 
 
 def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> SiteStats:

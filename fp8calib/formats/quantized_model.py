@@ -176,13 +176,6 @@ def check_attachable(
     quantized.merge(strategy)
 
 
-def has_kv_cache(source: Checkpoint, geometry: ModelGeometry) -> bool:
-    """Tell whether a checkpoint has KV scales, or a scheme of the KV cache, to replace."""
-    quantized = find_quantized(source)
-    is_configured = quantized is not None and any(quantized.list_schemes())
-    return is_configured or bool(list_kv_scales(source, geometry))
-
-
 def _is_fp8(scheme: object) -> bool:
     if isinstance(scheme, Mapping):
         is_static = scheme.get("symmetric", True) is True and not scheme.get("dynamic")

@@ -1,20 +1,17 @@
-"""Write scales in any dialect: from statistics, or from scales that were read."""
+"""Write a table of scales in any dialect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import refuse_unknown_entries
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.errors import ExportError, UsageError, cut_list
-from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
@@ -26,7 +23,6 @@ from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import list_paths
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 
 if TYPE_CHECKING:
     from fp8calib.formats.read import FoundScales
@@ -124,60 +120,6 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
             refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
 
 
-def write_formats(
-    stats: CalibrationStats,
-    formats: Sequence[str],
-    out: Path,
-    *,
-    fmt: Fp8Format,
-    tps: Sequence[int],
-    source: Checkpoint | None,
-    query: bool,
-    rules: ScaleRules = PLAIN_RULES,
-    quantized: Mapping[int, ScaleTable] | None = None,
-    attachment: Attachment = NO_ATTACHMENT,
-) -> list[str]:
-    """Write the scales of statistics in every format, with a file per degree where formats differ.
-
-    The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
-    `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
-    rank weights that the caller writes beside these files; `rfc` contains them and names the
-    weights' files. `attachment` records how the scales belong to a model that is quantized already.
-
-    Returns:
-        What a user should know about the files.
-
-    Raises:
-        UsageError: a format or degree is not valid, or the model is missing.
-        ExportError: a scale cannot be computed, or a file not written.
-    """
-    check_export(stats.geometry, formats, tps, fmt)
-    kv_scales = cache(partial(compute_kv_scales, stats, fmt, rules=rules))
-    linear_scales = cache(partial(compute_linear_scales, stats, fmt, rules=rules))
-    notes: list[str] = []
-    for dialect in map(find_dialect, dict.fromkeys(formats)):
-        for tp in dialect.degrees(tps):
-            has_query = query and dialect.has_query
-            linears = None
-            if dialect.has_linears:
-                linears = linear_scales(tp=tp) if quantized is None else quantized[tp]
-            place = Path(dialect.path(tp))
-            notes += write_table(
-                kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
-                dialect.name,
-                out / place,
-                source=source,
-                shown=place,
-                attachment=attachment,
-                linears=linears,
-                with_rank_weights=quantized is not None,
-            )
-        if dialect.has_linears:
-            weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
-            notes += (f"{item.site}: not in {dialect.name}: {item.why}" for item in weights)
-    return list(dict.fromkeys(notes))
-
-
 def write_found(
     found: FoundScales,
     dialect: Dialect,
@@ -190,14 +132,12 @@ def write_found(
     source: Checkpoint,
     shown: Path,
     attachment: Attachment = NO_ATTACHMENT,
-    attached: Iterable[str] = (),
 ) -> tuple[list[ScaleTable], tuple[str, ...]]:
     """Convert scales that were read to what a dialect holds, for each number of ranks, and write.
 
     `folder` becomes an overlay, or holds the files; `shown` is its final path. `files` are the
     names of those that held the scales, and `model` is the model's fingerprint, recorded if the
-    scales record none. `attachment` says how they belong to a `source` that is quantized already,
-    and `attached` what a user should know about that.
+    scales record none. `attachment` says how they belong to a `source` that is quantized already.
 
     Returns:
         The tables as they were written, and what a user should know.
@@ -211,7 +151,7 @@ def write_found(
         provenance = Provenance(
             dialect=table.dialect, files=tuple(files), has_fp8_weights=found.has_weights
         )
-    notes = [*([provenance.describe()] if provenance else []), *attached, *found.notes]
+    notes = [*([provenance.describe()] if provenance else []), *found.notes]
     table = replace(table, origin=table.origin or CalibrationOrigin(model=model))
     tables = [convert_table(table, fmt=fmt, tp=tp, per_head=dialect.per_head) for tp in tps]
     for converted in tables:
@@ -281,8 +221,11 @@ def _describe(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[str]:
             yield f"{first} and {len(more)} more: {why}" if more else f"{first}: {why}"
     for name, why in job.skipped.items():
         yield f"{name}: left out of {dialect.name}: {why}"
+    has_scheme = job.quantized is not None and any(job.quantized.list_schemes())
     if job.replaced:
         yield f"KV scales of the model: replaced: {cut_list(sorted(job.replaced))}"
+    elif job.attachment.replaces_scales and job.source is not None and not has_scheme:
+        yield f"--replace-scales has no effect: {job.source.folder} has no KV scales"
     for name, why in job.copied.items():
         yield f"{shown / name}: {why}"
     if dialect.lists_all_layers:

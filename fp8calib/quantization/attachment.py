@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -13,7 +13,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
-from fp8calib.formats.quantized_model import find_quantized, has_kv_cache
+from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.model.geometry import ModelGeometry, find_difference
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
@@ -48,7 +48,7 @@ def relate_to_quantized(
     *,
     other_weights: bool,
     replace_scales: bool,
-) -> Attachment:
+) -> tuple[Attachment, list[str]]:
     """Check that scales belong to the model from which a quantized checkpoint was made.
 
     Args:
@@ -59,6 +59,9 @@ def relate_to_quantized(
         other_weights: whether norms and embeddings may differ.
         replace_scales: whether the scales replace those of the checkpoint.
 
+    Returns:
+        How they are added to it, and what was not compared, or differs and was accepted.
+
     Raises:
         ModelError: they do not belong to it, naming the first difference; or they record another
             model, and nothing of its weights.
@@ -66,9 +69,10 @@ def relate_to_quantized(
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     plain = Attachment(replaces_scales=replace_scales)
     if origin is None:
-        return replace(plain, model=fingerprint, accepted=_UNKNOWN)
+        note = f"{checkpoint.folder}: {_UNKNOWN}, so only layers and shapes were compared with it"
+        return replace(plain, model=fingerprint, accepted=_UNKNOWN), [note]
     if origin.model == fingerprint:
-        return plain
+        return plain, []
     other = f"{checkpoint.folder} was not made from the calibrated model of {name}"
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
@@ -87,13 +91,33 @@ def relate_to_quantized(
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
             "them: if it was made from this model in such a way, add --other-weights",
         )
-    return replace(
+    notes = []
+    if compared.uncompared:
+        notes.append(
+            f"{checkpoint.folder}: its linears were not all compared with those of the calibrated "
+            f"model: {compared.uncompared}; if it is another model with the same norms and "
+            "embeddings, the scales are wrong"
+        )
+    if compared.difference:
+        notes.append(
+            f"{checkpoint.folder} is not known to be made from the calibrated model: "
+            f"{compared.difference}, and --other-weights accepts it. Scales that AWQ and "
+            "SmoothQuant fold into norms and the linears after them leave K and V as they were; "
+            "after other changes the KV scales do not fit"
+        )
+        if any(each.num_heads == each.num_kv_heads for _, each in geometry.attentions()):
+            notes.append(
+                "this model has as many KV heads as query heads: there AWQ may also fold scales "
+                "into v_proj and o_proj, which changes V"
+            )
+    attachment = replace(
         plain,
         model=fingerprint,
         accepted=compared.difference,
         unchecked=compared.uncompared,
         compared=compared.compared,
     )
+    return attachment, notes
 
 
 def compare_weights(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
@@ -107,32 +131,3 @@ def compare_weights(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Base
         return replace(compared, uncompared=compared.uncompared and error.message)
     with decoded:
         return compare_with_base(recorded, decoded)
-
-
-def describe_attachment(
-    attachment: Attachment, checkpoint: Checkpoint, geometry: ModelGeometry
-) -> Iterator[str]:
-    """Describe what was not checked or not replaced, and what --other-weights accepted."""
-    if attachment.replaces_scales and not has_kv_cache(checkpoint, geometry):
-        yield f"--replace-scales has no effect: {checkpoint.folder} has no KV scales"
-    if attachment.accepted == _UNKNOWN:
-        yield f"{checkpoint.folder}: {_UNKNOWN}, so only layers and shapes were compared with it"
-    if attachment.unchecked:
-        yield (
-            f"{checkpoint.folder}: its linears were not all compared with those of the calibrated "
-            f"model: {attachment.unchecked}; if it is another model with the same norms and "
-            "embeddings, the scales are wrong"
-        )
-    if attachment.accepted and attachment.accepted != _UNKNOWN:
-        yield (
-            f"{checkpoint.folder} is not known to be made from the calibrated model: "
-            f"{attachment.accepted}, and --other-weights accepts it. Scales that AWQ and "
-            "SmoothQuant fold into norms and the linears after them leave K and V as they were; "
-            "after other changes the KV scales do not fit"
-        )
-        attentions = [attention for _, attention in geometry.attentions()]
-        if any(each.num_heads == each.num_kv_heads for each in attentions):
-            yield (
-                "this model has as many KV heads as query heads: there AWQ may also fold scales "
-                "into v_proj and o_proj, which changes V"
-            )

@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.checkpoint import Activation, Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
-from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.formats.compute import compute_kv_scales, write_formats
 from fp8calib.formats.convert import convert_table
 from fp8calib.formats.dialect import WriteJob
 from fp8calib.formats.read import read_scales
@@ -24,7 +24,6 @@ from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
-    write_formats,
     write_table,
 )
 from fp8calib.model.geometry import Role, Site

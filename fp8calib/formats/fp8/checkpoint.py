@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -23,7 +24,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import refusal
 from fp8calib.formats.fp8.match_scales import EXPONENT_DTYPES, Fp8Weight, pair_tensors
-from fp8calib.formats.fp8.quantization_config import Activation, contradiction
+from fp8calib.formats.fp8.quantization_config import contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.formats.kv.validate import check_scales
@@ -32,7 +33,20 @@ from fp8calib.model.module_paths import name_fused_group, span_experts
 from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.encode import decode_rows, decode_scale
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
-from fp8calib.numerics.schemes import Granularity, count_blocks
+from fp8calib.numerics.schemes import Granularity, InputScaling, count_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """How the input of one linear is quantized."""
+
+    kind: InputScaling
+    is_mx: bool = False
+    """The weight is MXFP8, and groups are as long as its blocks."""
+    scale: float | None = None
+    """Multiplies to dequantize; None unless the kind is `STATIC`."""
+    upper_bound: float | None = None
+    """The limit that fbgemm puts on the amax of a token (`activation_scale_ub`)."""
 
 
 class Fp8Checkpoint(Checkpoint):

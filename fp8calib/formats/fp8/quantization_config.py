@@ -28,19 +28,6 @@ _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """How the input of one linear is quantized."""
-
-    kind: InputScaling
-    is_mx: bool = False
-    """The weight is MXFP8, and groups are as long as its blocks."""
-    scale: float | None = None
-    """Multiplies to dequantize; None unless the kind is `STATIC`."""
-    upper_bound: float | None = None
-    """The limit that fbgemm puts on the amax of a token (`activation_scale_ub`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScheme(Scaling):
     """The scheme of one linear, as its checkpoint's config describes it."""
 

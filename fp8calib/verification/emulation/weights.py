@@ -18,7 +18,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
-from fp8calib.formats.fp8.quantization_config import Activation
+from fp8calib.formats.fp8.checkpoint import Activation
 from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.module_paths import name_fused_group
