@@ -55,17 +55,19 @@ class ScaleFiles:
     """The JSON files that have a dialect's `json_keys`; none if there are tensors of KV scales."""
     spellings: frozenset[Spelling] = frozenset()
     """The spellings of the KV scales in the files and in the index."""
-    quant_method: str | None = None
-    """The method in the `quantization_config` beside KV scales; None without a config.json."""
+    config: Mapping[str, object] | None = None
+    """The config.json beside tensors of KV scales; None without one."""
     fills_layers: bool = False
     """Give layers without a scale 1.0, as engines do, instead of refusing the files."""
     drops_bad_query: bool = False
     """If a `q_scale` is not valid, leave out q and note it, instead of refusing the files."""
 
     @property
-    def folder(self) -> Path:
-        """The folder with the config of the files."""
-        return self.place if self.place.is_dir() else self.place.parent
+    def quant_method(self) -> str:
+        """The method that the `quantization_config` names; empty if it names none."""
+        section = (self.config or {}).get("quantization_config")
+        method = section.get("quant_method") if isinstance(section, dict) else None
+        return method if isinstance(method, str) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

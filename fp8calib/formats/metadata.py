@@ -126,12 +126,6 @@ def explain_other_attention(recorded: Mapping[str, object], geometry: ModelGeome
     return f"{len(layers)} layers have a KV cache, not {len(theirs)}"
 
 
-def find_recorded_format(file: TensorFile) -> Fp8Format | None:
-    """Find the FP8 format recorded in a file; None if there is none."""
-    dtype = file.header.metadata.get(DTYPE_KEY)
-    return None if dtype is None else find_format(file.path, DTYPE_KEY, dtype)
-
-
 def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
     """Find the format by the name of its torch dtype."""
     if not isinstance(dtype, str) or dtype not in _KV_DTYPES:

@@ -19,13 +19,13 @@ from fp8calib.calibration.origin import (
 )
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
-from fp8calib.checkpoint.locations import refuse_external_links
+from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.errors import ModelError, UsageError, name_ranges, refusal
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles
-from fp8calib.formats.kv.config import read_quant_method
+from fp8calib.formats.kv.config import load_config
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK, find_spelling
-from fp8calib.formats.kv.rank_files import list_tensor_names
+from fp8calib.formats.kv.read_ranks import list_tensor_names
 from fp8calib.formats.kv.read_tensors import list_indexed_scales
 from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
@@ -75,10 +75,9 @@ def read_scales(
         UsageError: there is no such path, or `source_fmt` is needed.
         ModelError: there are no scales, or they are incomplete, invalid or of another model.
     """
-    files, dialect = _recognise(path)
-    if dialect is None or dialect.read is None:
-        raise _no_scales(files)
+    files, dialect = require_kv_scales(path)
     files = replace(files, drops_bad_query=drops_bad_query, fills_layers=fills_layers)
+    assert dialect.read is not None  # noqa: S101 -- whatever is recognised is read
     parsed = dialect.read(files, geometry)
     values, sources, notes = _fill_shared(geometry, parsed)
     sources |= dict.fromkeys(parsed.filled, ScaleSource.DEFAULTED)
@@ -152,11 +151,17 @@ def has_kv_scales(path: Path) -> bool:
     return _recognise(path)[1] is not None
 
 
-def require_kv_scales(path: Path) -> None:
-    """Refuse a folder or file without KV scales in any dialect; their values are not judged."""
+def require_kv_scales(path: Path) -> tuple[ScaleFiles, Dialect]:
+    """Find the scales in a folder or file, and their dialect; their values are not judged.
+
+    Raises:
+        UsageError: there is no such path.
+        ModelError: there are no scales, or a file is damaged.
+    """
     files, dialect = _recognise(path)
     if dialect is None:
         raise _no_scales(files)
+    return files, dialect
 
 
 def refuse_result(path: Path) -> ModelError:
@@ -171,9 +176,8 @@ def _recognise(path: Path) -> tuple[ScaleFiles, Dialect | None]:
 
 
 def _look_into(path: Path) -> ScaleFiles:
+    require_path(path, hint="name a scales file")
     try:
-        if not path.exists():
-            raise UsageError(f"{path}: no such file or folder", hint="name a scales file")
         if path.is_dir():
             refuse_external_links(path)
             visible = (each for each in sorted(path.iterdir()) if not each.name.startswith("."))
@@ -201,13 +205,14 @@ def _find_scales(place: Path, paths: list[Path]) -> ScaleFiles:
     found = map(find_spelling, [*names, *list_indexed_scales(place)])
     spellings = frozenset(spelling for spelling in found if spelling is not None)
     has_tensors = bool(spellings) or any(RANK_FILE_MARK in name for name in names)
-    files = ScaleFiles(
+    folder = place if place.is_dir() else place.parent
+    return ScaleFiles(
         place=place,
         tensor_names=tensor_names,
         documents={} if has_tensors else dict(_load_documents(json_files)),
         spellings=spellings,
+        config=load_config(folder / CONFIG_NAME) if has_tensors else None,
     )
-    return replace(files, quant_method=read_quant_method(files.folder)) if spellings else files
 
 
 def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, object]]]:

@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.errors import ModelError, shorten
-from fp8calib.formats.kv.rank_files import list_npz_arrays, read_npz_number
+from fp8calib.formats.kv.read_ranks import read_npz
 from fp8calib.formats.read import refuse_result
 from fp8calib.formats.registry import list_json_keys, list_scale_suffixes
 
@@ -65,9 +67,12 @@ def _read(path: Path) -> Iterator[StoredScale]:
     elif path.suffix == ".json":
         yield from _read_json(path)
     elif path.suffix == ".npz":
-        for name in list_npz_arrays(path):
-            if name.endswith(list_scale_suffixes()):
-                yield name, [read_npz_number(path, name)]
+        suffixes = list_scale_suffixes()
+        for name, array in read_npz(path, lambda name: name.endswith(suffixes)).items():
+            if array is not None and array.dtype.kind == "f" and array.size <= _MOST_VALUES:
+                yield name, array.astype(np.float32).flatten().tolist()
+            elif array is not None:
+                yield name, f"{array.dtype} of shape {list(array.shape)}"
     else:
         hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
         fault = "neither a .safetensors, .npz or .json file nor a checkpoint folder"

@@ -258,7 +258,7 @@ def test_one_kv_scale_fills_k_and_v(
     assert found.notes == ("one scale per layer is used for both k and v",)
     heads = {name: torch.ones(2, 1, 1) for name in singles}
     error = refuse(save(tmp_path / "b", heads, **config))
-    assert error.message.endswith("kv_scale has shape [2, 1, 1]")
+    assert error.message.endswith("kv_scale is F32 of shape [2, 1, 1]")
 
 
 def test_a_kv_scale_beside_k_and_v_is_their_maximum_or_refused(tmp_path: Path) -> None:
@@ -299,11 +299,11 @@ NUMBERS = {
         number: f"{shown} is not a scale"
         for number, shown in (
             *(("NaN", "nan"), ("Infinity", "inf"), ("-Infinity", "-inf"), ("0", "0.0")),
-            *(("-0.25", "-0.25"), ("1e400", "inf"), ("1e39", "inf")),
+            *(("-0.25", "-0.25"), ("1e400", "inf"), ("1e39", "inf"), ("1e-60", "0.0")),
+            *(("1" + "0" * 400, "inf"), ("-1" + "0" * 400, "-inf")),
         )
     },
-    **{x: f"{x} is too small for a scale" for x in ("1e-60", "1e-45", "1.17e-38")},
-    "1" + "0" * 400: "the number is too large for a scale",
+    **{x: f"{x} is too small for a scale" for x in ("2.803e-45", "1.17e-38")},
 }
 TEXTS = [
     *(
@@ -398,7 +398,7 @@ ARRAYS: list[tuple[dict[str, np.ndarray], str]] = [
     *(
         (
             {name: np.ones(1, np.float32)},
-            f"{name[:200]}: the name does not contain one layer number",
+            f"{name[:200]}: the name does not contain the number of a layer of its own",
         )
         for name in (
             *("kv_cache_scaling_factor", "a.0.b.1.kv_cache_scaling_factor"),
@@ -407,22 +407,14 @@ ARRAYS: list[tuple[dict[str, np.ndarray], str]] = [
     ),
     (
         {name.format(0): np.ones(1, np.float32) for name in (RANK_NAME, AMMO_NAME)},
-        "kv_cache_scaling_factor: a second scale for layer 0",
-    ),
-    (
-        {RANK_NAME.format(layer): np.array([6e-8], np.float16) for layer in range(2)},
-        f"{RANK_NAME.format(0)}: 5.96e-08 is too small for a scale in fp16",
+        "kv_cache_scaling_factor: the name does not contain the number of a layer of its own",
     ),
     *(
-        (
-            {RANK_NAME.format(0): array},
-            f"{RANK_NAME.format(0)} is {{}} of shape {list(array.shape)}",
-        )
+        ({RANK_NAME.format(0): array}, f"{RANK_NAME.format(0)} is not one float")
         for array in (np.ones(2, np.float32), np.ones((1, 1), np.int64), np.array("1.0"))
     ),
 ]
-"""Arrays of a file, and how the message ends: {} is the kind of their numbers."""
-KINDS = {"float32": "F32", "int64": "I64"}
+"""Arrays of a file, and how the message ends."""
 
 
 @pytest.mark.parametrize(("arrays", "message"), ARRAYS)
@@ -431,12 +423,12 @@ def test_arrays_that_are_not_one_number_of_one_layer_are_refused(
 ) -> None:
     kind = str(next(iter(arrays.values())).dtype)
     np.savez(tmp_path / "rank0.npz", **arrays)
-    assert refuse(tmp_path / "rank0.npz").message.endswith(message.format(kind))
+    assert refuse(tmp_path / "rank0.npz").message.endswith(message)
     if kind != "<U3":
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         path = tmp_path / "rank0.safetensors"
         save_file(tensors, path)
-        assert refuse(path).message.endswith(message.format(KINDS.get(kind)))
+        assert refuse(path).message.endswith(message)
 
 
 class _Bomb:

@@ -9,6 +9,7 @@ from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.locations import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.errors import refusal
+from fp8calib.formats.dialect import ScaleFiles
 from fp8calib.formats.kv.validate import check_model_type
 from fp8calib.formats.metadata import find_format
 from fp8calib.model.geometry import ModelGeometry
@@ -20,44 +21,38 @@ _ALGORITHM_SECTIONS = ("quantization", "quantization_config")
 _STRATEGIES = ("tensor", "attn_head")
 _WANTED = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}
 SCHEME_HINT = "symmetric float of 8 bits, strategy tensor or attn_head"
-_NOT_FP8 = "only scales for FP8 can be used; calibrate the model for FP8"
 
 
-def read_config(folder: Path, geometry: ModelGeometry) -> tuple[Fp8Format | None, int | None]:
-    """Read a folder's configs, if it has any, and check that its KV scales are for FP8.
+def load_config(path: Path) -> dict[str, object] | None:
+    """Load a config beside scales; None if there is none."""
+    refuse_external_link(path)
+    return load_json_object(path, parse=parse_unique_keys) if path.is_file() else None
+
+
+def read_config(files: ScaleFiles, geometry: ModelGeometry) -> tuple[Fp8Format | None, int | None]:
+    """Read the configs beside scales, if there are any, and check that the scales are for FP8.
 
     Returns:
         The FP8 format, by TGI's key or by the algorithm that NVIDIA's tools name; and the number of
-        rank files of a TensorRT-LLM checkpoint. Each is None if no config has it.
+        rank files of a TensorRT-LLM checkpoint. Each is None if config.json does not have it.
     """
+    folder = files.place if files.place.is_dir() else files.place.parent
     path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
-    _find_algorithm(side, _load(side) or {})
-    config = _load(path)
-    if config is None:
-        return None, None
+    _find_algorithm(side, load_config(side) or {})
+    config = files.config or {}
     is_decoder = not any(key.endswith("_config") and key != "quantization_config" for key in config)
     if is_decoder:  # otherwise the decoder's config is inside it, with a model_type of its own
         check_model_type(path, config.get("model_type"), geometry)
     fmt = _find_algorithm(path, config)
-    _check_scheme(path, _section(config, "quantization_config"))
+    scheme = _section(config, "quantization_config").get("kv_cache_scheme")
+    if files.quant_method == "compressed-tensors":
+        check_scheme(path, scheme)
+    elif isinstance(scheme, dict):  # other methods name only the numbers; AutoFP8 says `static`
+        check_scheme(path, {key: scheme[key] for key in ("type", "num_bits") if key in scheme})
     if (dtype := config.get(_TGI_DTYPE_KEY)) is not None:
         fmt = find_format(path, _TGI_DTYPE_KEY, dtype)
     tp = _section(config, "mapping").get("tp_size")
     return fmt, tp if type(tp) is int else None
-
-
-def read_quant_method(folder: Path) -> str | None:
-    """Read the method that the `quantization_config` names; None if there is no config."""
-    config = _load(folder / CONFIG_NAME)
-    if config is None:
-        return None
-    method = _section(config, "quantization_config").get("quant_method")
-    return method if isinstance(method, str) else ""
-
-
-def _load(path: Path) -> dict[str, object] | None:
-    refuse_external_link(path)
-    return load_json_object(path, parse=parse_unique_keys) if path.is_file() else None
 
 
 def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -94,18 +89,6 @@ def check_scheme(path: Path, scheme: object) -> None:
         raise refusal(path, fault, hint=SCHEME_HINT)
 
 
-def _check_scheme(path: Path, section: Mapping[str, object]) -> None:
-    """Refuse scales of another format; AutoFP8's `static` names none."""
-    scheme = section.get("kv_cache_scheme")
-    if section.get("quant_method") == "compressed-tensors":
-        check_scheme(path, scheme)
-    elif isinstance(scheme, dict):
-        kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
-        if (kind, num_bits) != ("float", 8):
-            fault = f"kv_cache_scheme is {num_bits!a:.20} bits of {kind!a:.20}, not FP8"
-            raise refusal(path, fault, hint=_NOT_FP8)
-
-
 def _find_algorithm(path: Path, config: Mapping[str, object]) -> Fp8Format | None:
     """Read `kv_cache_quant_algo`; FP8, in any case, is e4m3fn, the only e4m3 of NVIDIA's tools.
 
@@ -115,5 +98,6 @@ def _find_algorithm(path: Path, config: Mapping[str, object]) -> Fp8Format | Non
     named = [algorithm for algorithm in found if algorithm is not None]
     for algorithm in named:
         if str(algorithm).upper() != "FP8":
-            raise refusal(path, f"{_ALGORITHM_KEY} is {algorithm!a:.40}, not FP8", hint=_NOT_FP8)
+            hint = "only scales for FP8 can be used; calibrate the model for FP8"
+            raise refusal(path, f"{_ALGORITHM_KEY} is {algorithm!a:.40}, not FP8", hint=hint)
     return E4M3FN if named else None

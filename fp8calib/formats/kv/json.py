@@ -111,11 +111,9 @@ def _has_rank_keys(document: dict[str, object]) -> bool:
 
 
 def _read(files: ScaleFiles, geometry: ModelGeometry, *, is_rfc: bool = False) -> ParsedScales:
-    from fp8calib.formats.kv.read_json import read_json  # noqa: PLC0415 -- imports torch
+    from fp8calib.formats.kv.read_ranks import read_json  # noqa: PLC0415 -- imports numpy
 
-    # engines refuse a file of vLLM's schema without model_type
-    prefix = _RANK if is_rfc else ""
-    return read_json(files, geometry, rank_prefix=prefix, requires_model_type=not is_rfc)
+    return read_json(files, geometry, rank_prefix=_RANK if is_rfc else "")
 
 
 VLLM_JSON = Dialect(

@@ -85,18 +85,18 @@ def _read_modelopt(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 
 
 def _read_trtllm(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
-    from fp8calib.formats.kv.rank_files import read_ranks  # noqa: PLC0415 -- imports torch
+    from fp8calib.formats.kv.read_ranks import read_rank_files  # noqa: PLC0415 -- imports numpy
 
-    return read_ranks(files, _find_rank_files(files), geometry)
+    return read_rank_files(files, geometry)
 
 
-def _find_rank_files(files: ScaleFiles) -> list[Path]:
-    named = files.tensor_names.items()
-    return [path for path, names in named if any(RANK_FILE_MARK in name for name in names)]
+def _has_rank_files(files: ScaleFiles) -> bool:
+    names = (name for listed in files.tensor_names.values() for name in listed)
+    return any(RANK_FILE_MARK in name for name in names)
 
 
 def _recognise(files: ScaleFiles) -> bool:
-    is_tgi = files.quant_method is not None or files.spellings == {Spelling.SINGLE}
+    is_tgi = files.config is not None or files.spellings == {Spelling.SINGLE}
     return bool(files.spellings) and not is_tgi
 
 
@@ -110,7 +110,7 @@ def _recognise_tool(
             return spelling in files.spellings
         if files.spellings == {Spelling.SINGLE}:  # of these tools, only AutoFP8 wrote it
             return quant_method == files.quant_method == "fp8"
-        return (files.quant_method or "").partition("_")[0] == quant_method
+        return files.quant_method.partition("_")[0] == quant_method
 
     return recognise
 
@@ -157,7 +157,7 @@ MODELOPT_KV = Dialect(
 TRTLLM = Dialect(
     name="trtllm",
     description="rank files of TensorRT-LLM and AMMO, one kv_cache_scaling_factor per layer",
-    recognise=lambda files: bool(_find_rank_files(files)),
+    recognise=_has_rank_files,
     read=_read_trtllm,
     scale_suffixes=(RANK_FILE_MARK,),
 )

@@ -21,12 +21,11 @@ from fp8calib.formats.kv.parse_names import (
 )
 from fp8calib.formats.kv.validate import (
     ONE_FILLS_BOTH,
-    check_precision,
     check_scales,
     is_query_scale,
     missing_layers,
 )
-from fp8calib.formats.metadata import find_origin, find_recorded_format
+from fp8calib.formats.metadata import DTYPE_KEY, find_format, find_origin
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
 
@@ -56,7 +55,7 @@ class _Stored:
 
 def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     """Read the scale tensors of a checkpoint or file, in any tool's spelling."""
-    place, (fmt, _) = found.place, read_config(found.folder, geometry)
+    place, (fmt, _) = found.place, read_config(found, geometry)
     files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
     listed, held = list_indexed_scales(place), {name for file in files for name in file.tensors}
     if absent := [name for name in listed if name not in held]:
@@ -107,7 +106,11 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, fmt, holding),
         origin=find_origin(place, holding),
-        has_weights=has_fp8_weights(files),
+        has_weights=any(
+            entry.dtype.startswith("F8_") and not name.endswith(_PARAMETERS_OF_WEIGHTS)
+            for file in files
+            for name, entry in file.tensors.items()
+        ),
         files=tuple(dict.fromkeys(file.path for file in holding)),
         notes=tuple(notes),
     )
@@ -117,21 +120,14 @@ def _find_format(
     place: Path, configured: Fp8Format | None, files: Iterable[TensorFile]
 ) -> Fp8Format | None:
     """Find the format that the config or the files name."""
-    recorded = map(find_recorded_format, dict.fromkeys(files))
-    named = {fmt for fmt in (configured, *recorded) if fmt is not None}
+    named = {configured} - {None}
+    for file in files:
+        if (dtype := file.header.metadata.get(DTYPE_KEY)) is not None:
+            named.add(find_format(file.path, DTYPE_KEY, dtype))
     if len(named) > 1:
-        names = cut_list(sorted(fmt.name for fmt in named))
+        names = cut_list(sorted(fmt.name for fmt in named if fmt))
         raise refusal(place, f"config and files name several formats: {names}")
     return named.pop() if named else None
-
-
-def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
-    """Tell whether any tensor but a scale or zero point is stored in 8-bit floats."""
-    return any(
-        entry.dtype.startswith("F8_") and not name.endswith(_PARAMETERS_OF_WEIGHTS)
-        for file in files
-        for name, entry in file.tensors.items()
-    )
 
 
 def list_indexed_scales(place: Path) -> dict[str, str]:
@@ -148,21 +144,16 @@ def _read(
 ) -> _Stored:
     entry, path, full = file.tensors[name.full], file.path, name.full
     heads = attention.num_heads if Role.Q in name.roles else attention.num_kv_heads
-    if entry.shape not in ((), (1,), (heads, 1, 1)):
-        fault = f"{full} has shape {list(entry.shape)}"
-        raise refusal(path, fault, hint=f"one number, or per head [{heads}, 1, 1] for this model")
-    if name.spelling is Spelling.SINGLE and len(entry.shape) == 3:
-        fault = f"{full} has shape {list(entry.shape)}"
-        raise refusal(path, fault, hint="kv_scale is one number")
-    is_scale = name.spelling is not Spelling.ZERO_POINT
-    if is_scale and not file.dtype(full).is_floating_point:
-        raise refusal(path, f"{full} is of dtype {entry.dtype}", hint="a scale is a float")
+    is_single, is_scale = name.spelling is Spelling.SINGLE, name.spelling is not Spelling.ZERO_POINT
+    has_shape = entry.shape in ((), (1,)) or (entry.shape == (heads, 1, 1) and not is_single)
+    if not has_shape or (is_scale and not file.dtype(full).is_floating_point):
+        fault = f"{full} is {entry.dtype} of shape {list(entry.shape)}"
+        per_head = "" if is_single else f", or one per head [{heads}, 1, 1] for this model"
+        raise refusal(path, fault, hint=f"a scale is one float{per_head}")
     values = file.read(full).float().reshape((1, heads) if entry.shape[1:] else (1,))
-    if is_scale:
-        if not (drops_bad_query and Role.Q in name.roles):
-            check_scales(path, full, values, stored=entry.dtype)
-        check_precision(path, full, float(values.min()), stored=entry.dtype)
-    elif bool((values != 0).any()):
+    if is_scale and not (drops_bad_query and Role.Q in name.roles):
+        check_scales(path, full, values, stored=entry.dtype)
+    elif not is_scale and bool((values != 0).any()):
         raise refusal(path, f"{full} is not zero", hint="engines read only symmetric KV scales")
     return _Stored(name=name, file=file, attention=attention, values=values)
 
@@ -221,16 +212,13 @@ def _check_complete(
     }
     if neither := sorted(owners.keys() - have[Role.K] - have[Role.V]):
         raise missing_layers(place, neither, of=len(owners))
-    for role, other in ((Role.K, Role.V), (Role.V, Role.K)):
-        if alone := sorted(have[other] - have[role]):
-            fault = f"{name_ranges(alone)}: {other}_scale without {role}_scale"
-            raise refusal(place, fault, hint="engines use 1.0 or the other scale instead, or stop")
-    without = [layer.index for layer, _ in attentions if layer.index not in have[Role.Q]]
-    if have[Role.Q] and without:
-        fault = f"there is no q_scale for {name_ranges(without)}, but other layers have one"
-        command = "fp8calib calibrate MODEL --query-scale yes --out DIR"
-        hint = f"engines use 1.0 there; `{command}` writes all"
-        raise refusal(place, fault, hint=hint)
+    indices = {layer.index for layer, _ in attentions} if have[Role.Q] else set[int]()
+    for role, beside in ((Role.K, have[Role.V]), (Role.V, have[Role.K]), (Role.Q, indices)):
+        if lacking := beside - have[role]:
+            fault = f"there is no {role}_scale for {name_ranges(lacking)}, but other scales"
+            command = "fp8calib calibrate MODEL --query-scale yes --out DIR"
+            hint = f"engines use 1.0 or another scale there, or stop; `{command}` writes all"
+            raise refusal(place, fault, hint=hint)
 
 
 def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
