@@ -60,16 +60,18 @@ def match_modules(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[
     return frozenset(matched)
 
 
-def refuse_costly(expression: str) -> None:
-    """Refuse an expression of a checkpoint that could take exponential time."""
-    if len(expression) > _LONGEST or _REPEATED_GROUP.search(expression):
+def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:
+    """Tell whether a regular expression matches the start, or the whole, of one of `paths`.
+
+    One for a start is of a checkpoint.
+
+    Raises:
+        ValueError: it is not valid, or of a checkpoint and could take exponential time.
+    """
+    if not is_whole and (len(expression) > _LONGEST or _REPEATED_GROUP.search(expression)):
         raise ValueError(
             "fp8calib does not evaluate this expression, which could take exponential time"
         )
-
-
-def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:
-    """Tell whether a regular expression matches the start, or the whole, of one of `paths`."""
     match = re.fullmatch if is_whole else re.match
     try:
         return any(match(expression, path) for path in paths)

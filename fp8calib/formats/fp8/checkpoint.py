@@ -153,7 +153,7 @@ class Fp8Checkpoint(Checkpoint):
         The scale is the weight's own, not a shared one; the rounding error of the scale's dtype is
         added. `start` and `stop` (exclusive) choose rows.
         """
-        weight = self._find(name)
+        weight = self._weights[name]
         scale = self._spread_scale(name)
         scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
         columns = weight.shape[-1]
@@ -166,30 +166,25 @@ class Fp8Checkpoint(Checkpoint):
 
     def granularity(self, name: str) -> Granularity:
         """Give the granularity of the scales of the FP8 weight `name`."""
-        return self._find(name).scheme.weights
+        return self._weights[name].scheme.weights
 
     def weight_scale(self, name: str) -> torch.Tensor:
         """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
 
         If weights share a scale, it is the shared one, which `read` uses too.
         """
-        scale = self._read_scale(self._find(name).scale_name)
+        scale = self._read_scale(self._weights[name].scale_name)
         return scale.fill_(self._shared[name]) if name in self._shared else scale
 
     def activation(self, name: str) -> Activation:
         """Describe how the input of the linear with the FP8 weight `name` is quantized."""
-        scheme = self._find(name).scheme
+        scheme = self._weights[name].scheme
         return Activation(
             kind=scheme.inputs,
             is_mx=scheme.is_mx,
             scale=self._input_scales.get(name),
             upper_bound=scheme.upper_bound,
         )
-
-    def _find(self, name: str) -> Fp8Weight:
-        if name not in self._weights:
-            raise refusal(self.folder, f"{name!r} is not an FP8 weight of this checkpoint")
-        return self._weights[name]
 
     def _name_group(self, name: str) -> str:
         """Name the weight that engines load an FP8 weight into."""
@@ -219,7 +214,7 @@ class Fp8Checkpoint(Checkpoint):
         return round_to_format_(values.div_(shared), self.fmt).mul_(shared)
 
     def _load_spread_scale(self, name: str) -> torch.Tensor:
-        weight = self._find(name)
+        weight = self._weights[name]
         return _spread_scale(weight, self._read_scale(weight.scale_name))
 
     def _read_scale(self, name: str) -> torch.Tensor:

@@ -43,30 +43,28 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     from fp8calib.formats.kv.config import check_scheme  # noqa: PLC0415 -- imports torch
 
     check_scheme(path, config.get("kv_cache_scheme"))  # vLLM stops, whatever the linears are
-    sparsity = config.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("targets"):
-        raise refusal(path, "sparsity_config has targets", hint="use a model without sparsity")
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(item, dict) for item in groups.values()):
-        raise refusal(
-            path, f"config_groups is {groups!a:.60}", hint="it must be an object of groups"
-        )
-    if config.get("transform_config"):
-        hint = "the weights cannot be used without these rotations"
-        raise refusal(path, "transform_config rotates tensors while serving", hint=hint)
+    sparsity, groups = config.get("sparsity_config"), config.get("config_groups")
+    is_known = isinstance(groups, dict) and all(isinstance(item, dict) for item in groups.values())
+    faults = {
+        "sparsity_config has targets": isinstance(sparsity, dict) and sparsity.get("targets"),
+        f"config_groups is {groups!a:.60}, not an object of groups": not is_known,
+        "transform_config rotates tensors while serving": config.get("transform_config"),
+    }
+    for fault in (fault for fault, is_so in faults.items() if is_so):
+        raise refusal(path, fault, hint="the weights cannot be read; use another checkpoint")
+    known: Mapping[str, Fields] = groups if isinstance(groups, dict) else {}
     ignored = read_names(path, config, "ignore")
     targets = {
-        target: group for group in groups.values() for target in read_names(path, group, "targets")
+        target: group for group in known.values() for target in read_names(path, group, "targets")
     }
 
     def find(module: str) -> StoredScheme:
-        group = targets.get(_find_target(path, module, targets) or "")
-        if group is None:
-            raise weight_contradiction(path, module, "no config group has it")
+        group = targets.get(_find_target(path, module, targets) or "", {})
         own = group.get("format")
         form = config.get("format", CONFIG_FORMATS[0]) if own is None else own
-        if form not in CONFIG_FORMATS:
-            raise weight_contradiction(path, module, f"the config's format is {form!a:.40}")
+        if not group or form not in CONFIG_FORMATS:
+            says = f"the config's format is {form!a:.40}" if group else "no config group has it"
+            raise weight_contradiction(path, module, says)
         return read_scheme(path, module, group)
 
     return unless_ignored(path, ignored, operator.eq, find)
@@ -107,35 +105,35 @@ def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str 
 
 def read_scheme(path: Path, module: str, group: Fields) -> StoredScheme:
     """Read the FP8 scheme that a group of a config gives to a module; refuse another one."""
-    weights, inputs = (
-        None if (fields := group.get(key)) is None else _read_arguments(path, module, fields)
-        for key in ("weights", "input_activations")
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    return make_scheme(
+        path,
+        module,
+        _read_arguments(path, module, weights),
+        None if inputs is None else _read_arguments(path, module, inputs),
     )
-    if weights is None:
-        raise weight_contradiction(path, module, "the config says None")
-    return make_scheme(path, module, weights, inputs)
 
 
-def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
+def _read_arguments(path: Path, module: str, given: object) -> Arguments:
     """Read the arguments of one quantizer; missing keys have compressed-tensors' defaults."""
-    if not isinstance(fields, dict):
-        raise weight_contradiction(path, module, f"the config says {fields!a:.60}")
+    fields: Fields = given if isinstance(given, dict) else {}
     kind, num_bits = fields.get("type", "int"), fields.get("num_bits", 8)
     if (str(kind).lower(), num_bits) != ("float", 8):
-        says = f"the config says {num_bits!a:.20} bits of {kind!a:.20}"
-        raise weight_contradiction(path, module, says)
-    if fields.get("symmetric", True) is not True:
-        raise refusal(path, f"{module}: FP8 with zero points is not supported")
+        says = f"{num_bits!a:.20} bits of {kind!a:.20}"
+        says = says if isinstance(given, dict) else f"{given!a:.60}"
+        raise weight_contradiction(path, module, f"the config says {says}")
     size, block, dynamic = (fields.get(k) for k in ("group_size", "block_structure", "dynamic"))
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = str(fields.get("strategy") or inferred).lower()
     has_groups, has_blocks = size not in (None, -1), block is not None
-    if (has_groups and strategy != "group") or (has_blocks and strategy != "block"):
-        raise refusal(path, f"{module}: FP8 per {strategy} with the size of groups or blocks")
-    if dynamic not in (None, True, False):
-        raise refusal(
-            path, f"{module}: dynamic is {dynamic!a:.40}", hint="it must be true or false"
-        )
+    is_misfit = (has_groups and strategy != "group") or (has_blocks and strategy != "block")
+    faults = {
+        "has zero points": fields.get("symmetric", True) is not True,
+        f"is per {strategy!a:.40} with the size of groups or blocks": is_misfit,
+        f"has dynamic {dynamic!a:.40}": dynamic not in (None, True, False),
+    }
+    for fault in (fault for fault, is_so in faults.items() if is_so):
+        raise refusal(path, f"{module}: FP8 that {fault} is not supported")
     return Arguments(
         strategy=strategy,
         dynamic=bool(dynamic),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -68,7 +67,12 @@ def pair_tensors(
         The weights by name, and the names of their zero points.
     """
     names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
-    _check_dtypes(checkpoint, names)
+    dtypes = {checkpoint.tensors[name].dtype: name for name in names}
+    if len(dtypes) != 1 or not dtypes.keys() <= WEIGHT_FORMATS.keys():
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        fault = f"the FP8 weights are not of one known dtype: {found}"
+        hint = f"they must be {' or '.join(WEIGHT_FORMATS)}"
+        raise refusal(checkpoint.folder, fault if names else "there are no FP8 weights", hint=hint)
     schemes = {name: find_scheme(own.module) for name, own in names.items()}
     weights = {n: _pair_weight(checkpoint, n, own, schemes[n]) for n, own in names.items()}
     paired = {part for weight in weights.values() for part in weight.companions}
@@ -92,43 +96,30 @@ def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
     ]
 
 
-def _check_dtypes(checkpoint: Checkpoint, names: Collection[str]) -> None:
-    if not names:
-        hint = "name the folder of a checkpoint that is quantized to FP8"
-        raise refusal(checkpoint.folder, "there are no FP8 weights", hint=hint)
-    by_dtype = {checkpoint.tensors[name].dtype: name for name in names}
-    if len(by_dtype) > 1:
-        examples = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        hint = "one dtype is supported in a checkpoint"
-        raise refusal(checkpoint.folder, f"FP8 weights of several dtypes: {examples}", hint=hint)
-    ((dtype, name),) = by_dtype.items()
-    if dtype not in WEIGHT_FORMATS:
-        hint = f"supported: {', '.join(WEIGHT_FORMATS)}"
-        raise refusal(checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=hint)
-
-
 def _pair_weight(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> Fp8Weight:
+    shape = checkpoint.tensors[name].shape
+    if len(shape) not in (2, 3) or 0 in shape:
+        fault = f"{name} is FP8 of shape {list(shape)}"
+        hint = "FP8 weights must be [out, in] or [experts, out, in]"
+        raise refusal(checkpoint.file_of(name), fault, hint=hint)
     dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
-    scale_name = _find_one(checkpoint, name, names.scales, dtypes)
-    if scale_name is None:
-        fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
-        raise _refuse_missing(checkpoint, name, fault, names.scales)
+    needs = f"{name} is FP8"
+    scale_name = _find_scale(checkpoint, name, names.scales, dtypes, needs) or ""
     _check_shape(checkpoint, name, scale_name, scheme)
-    input_name = _find_one(checkpoint, name, names.input_scales, _SCALE_DTYPES)
+    needs = f"the inputs of {names.module} are static"
     is_static = scheme.inputs is InputScaling.STATIC
-    if is_static and input_name is None:
-        fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
-        raise _refuse_missing(checkpoint, name, fault, names.input_scales)
+    candidates = names.input_scales
+    input_name = _find_scale(
+        checkpoint, name, candidates, _SCALE_DTYPES, needs if is_static else ""
+    )
     if input_name is not None:
-        path, shape = checkpoint.file_of(input_name), checkpoint.tensors[input_name].shape
-        if not is_static:
+        shape = checkpoint.tensors[input_name].shape
+        if not is_static or shape not in ((), (1,)):
             says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
-            raise contradiction(path, f"there is {input_name}, but {says}")
-        if shape not in ((), (1,)):
-            hint = "a static input scale must be one number"
-            raise refusal(path, f"{input_name} has shape {list(shape)}", hint=hint)
+            fault = f"there is {input_name} of shape {list(shape)}, but {says}"
+            raise contradiction(checkpoint.file_of(input_name), fault)
     return Fp8Weight(
         module=names.module,
         shape=checkpoint.tensors[name].shape,
@@ -139,49 +130,45 @@ def _pair_weight(
     )
 
 
-def _refuse_missing(
-    checkpoint: Checkpoint, name: str, fault: str, candidates: Collection[str]
-) -> ModelError:
-    hint = "the weights cannot be used without it; the download or the export is incomplete"
-    beside = (each for each in checkpoint.unlisted if each[1] in candidates)
-    for file_name, unlisted in islice(beside, 1):
-        hint = f"{unlisted} is in {file_name}, but not in the index"
-    return refusal(checkpoint.file_of(name), fault, hint=hint)
-
-
-def _find_one(
-    checkpoint: Checkpoint, name: str, candidates: Collection[str], dtypes: Collection[str]
+def _find_scale(
+    checkpoint: Checkpoint,
+    name: str,
+    candidates: Sequence[str],
+    dtypes: Collection[str],
+    needs: str,
 ) -> str | None:
-    """Find the one of several names that exists; None if there is none."""
+    """Find the scale of a weight that has one of several names.
+
+    `needs` says why it cannot be missing; empty if it can.
+    """
     found = [candidate for candidate in candidates if candidate in checkpoint]
-    if len(found) > 1:
+    fault, hint, place = "", "", name
+    if not found and needs:
+        fault = f"{needs}, but there is no {' or '.join(candidates[:2])}"
+        hint = "the weights cannot be used without it; the download or the export is incomplete"
+        for file_name, unlisted in checkpoint.unlisted:
+            if unlisted in candidates:
+                hint = f"{unlisted} is in {file_name}, but not in the index"
+    elif len(found) > 1:
         fault = f"{name} has several scales: {', '.join(found)}"
-        raise refusal(checkpoint.file_of(name), fault, hint="engines differ in which one they read")
-    if not found:
-        return None
-    dtype = checkpoint.tensors[found[0]].dtype
-    if dtype not in dtypes:
-        hint = "scales of FP8 weights must be floats"
-        if dtypes is EXPONENT_DTYPES:
-            hint = "scales of MXFP8 must be exponents: uint8 or e8m0"
-        raise refusal(checkpoint.file_of(found[0]), f"{found[0]} is of dtype {dtype}", hint=hint)
-    return found[0]
+        hint = "engines differ in which one they read"
+    elif found and (dtype := checkpoint.tensors[found[0]].dtype) not in dtypes:
+        fault, place = f"{found[0]} is of dtype {dtype}", found[0]
+        hint = "scales of FP8 weights must be floats, those of MXFP8 exponents: uint8 or e8m0"
+    if fault:
+        raise refusal(checkpoint.file_of(place), fault, hint=hint)
+    return found[0] if found else None
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: StoredScheme) -> None:
     shape, scale_shape = checkpoint.tensors[name].shape, checkpoint.tensors[scale_name].shape
-    if len(shape) not in (2, 3) or 0 in shape:
-        fault = f"{name} is FP8 of shape {list(shape)}"
-        hint = "FP8 weights must be [out, in] or [experts, out, in]"
-        raise refusal(checkpoint.file_of(name), fault, hint=hint)
     shapes = list_scale_shapes(shape, scheme.block)
     if scale_shape in shapes[scheme.weights]:
         return
-    path, fault = checkpoint.file_of(scale_name), f"{scale_name} has shape {list(scale_shape)}"
     fitting = [granularity for granularity, known in shapes.items() if scale_shape in known]
-    if fitting:
-        says = f"the config says per {scheme.weights}"
-        raise contradiction(path, f"{fault}, which is per {fitting[0]}; {says}")
     expected = " or ".join(str(list(known)) for known in shapes[scheme.weights])
-    hint = f"for a weight {list(shape)}, scales per {scheme.weights} are {expected}"
-    raise refusal(path, fault, hint=hint)
+    fault = f"{scale_name} has shape {list(scale_shape)}"
+    if fitting:
+        fault += f", which is per {fitting[0]}"
+    says = f"the config says per {scheme.weights}, {expected} for a weight {list(shape)}"
+    raise contradiction(checkpoint.file_of(scale_name), f"{fault}; {says}")

@@ -32,13 +32,15 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     def find(module: str) -> StoredScheme:
         named = (by_name[pattern] for pattern in by_name if fnmatchcase(module, pattern))
         fields = next(named, fallback)
-        if not isinstance(fields, dict):
+        if not isinstance(fields, dict) or fields.get("weight") is None:
             raise weight_contradiction(path, module, f"the config says {fields!a:.60}")
-        weights = _read_spec(path, module, fields.get("weight"))
-        inputs = _read_spec(path, module, fields.get("input_tensors"))
-        if weights is None:
-            raise weight_contradiction(path, module, "the config says unquantized")
-        return make_scheme(path, module, weights, inputs)
+        weights, inputs = fields["weight"], fields.get("input_tensors")
+        return make_scheme(
+            path,
+            module,
+            _read_spec(path, module, weights),
+            None if inputs is None else _read_spec(path, module, inputs),
+        )
 
     return unless_ignored(path, ignored, fnmatchcase, find)
 
@@ -51,11 +53,9 @@ _QUARK_STRATEGIES = {
 }
 
 
-def _read_spec(path: Path, module: str, spec: object) -> Arguments | None:
-    """Read Quark's spec of one tensor; None if the tensor is not quantized."""
+def _read_spec(path: Path, module: str, spec: object) -> Arguments:
+    """Read Quark's spec of one tensor."""
     fields = spec[0] if isinstance(spec, list) and len(spec) == 1 else spec
-    if fields is None:
-        return None
     if not isinstance(fields, dict) or fields.get("dtype") != "fp8_e4m3":
         raise weight_contradiction(path, module, f"the config says {fields!a:.60}")
     strategy = _QUARK_STRATEGIES.get(str(fields.get("qscheme")), str(fields.get("qscheme")))

@@ -34,13 +34,11 @@ def _is_below(module: str, pattern: str) -> bool:
 def _read_fp8(path: Path, config: Fields) -> FindScheme:
     """Read the config of AutoFP8 and of transformers' fine-grained FP8 (`quant_method: fp8`)."""
     scheme = config.get("activation_scheme")
-    if scheme not in ("static", "dynamic"):
-        fault = f"activation_scheme is {scheme!a:.40}"
-        raise refusal(path, fault, hint="it must be static or dynamic")
     block = config.get(BLOCK_KEY)
     size = None if block is None else read_block(path, BLOCK_KEY, block)
-    if size is not None and scheme == "static":
-        raise refusal(path, f"activation_scheme is static, but there is a {BLOCK_KEY}")
+    if scheme != "dynamic" and (scheme != "static" or size is not None):
+        fault = f"activation_scheme is {scheme!a:.40}"
+        raise refusal(path, fault, hint=f"it must be dynamic, or static without {BLOCK_KEY}")
     weights = Arguments(strategy="tensor" if size is None else "block", dynamic=False, block=size)
     inputs = Arguments(
         strategy="tensor" if size is None else "group",
