@@ -164,11 +164,11 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *job.mode.describe()):
         job.reporter.say(text)
-    with work_folder(job) as journal, FileHasher() as hasher:
+    files = None if model.is_live else model.source.folder
+    on_gpu = group.is_first and model.device != "cpu"
+    with work_folder(job) as journal, FileHasher(files, at_once=on_gpu) as hasher:
         if isinstance(journal, CalibrateResult):
             return journal
-        if group.is_first and not model.is_live and model.device != "cpu":  # a CPU has work to do
-            hasher.start(model.source.folder)
         stats, cost = job.run(journal)
         if not group.is_first:
             return None
@@ -290,7 +290,6 @@ def _write_outputs(
         quantize=checkpoint,
         failure=failure,
         hashes=hasher.hash_run(
-            None if job.model.is_live else job.model.source.folder,
             recipe.data.sources if job.plan else (),
             {name: folder / name for name in places},
         ),
@@ -339,6 +338,7 @@ def _quantize(
         target=job.folder,
         path=asked.folder,
         started=started,
+        geometry=stats.geometry,
         notes=[  # notes on scales are in the report already
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in unmeasured

@@ -16,6 +16,7 @@ from fp8calib.engines.replay.verdicts import EngineReport, Reports
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten
 from fp8calib.model.drafters import find_drafter_class
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import name_mixed
@@ -59,7 +60,7 @@ def plan_checkpoint(
     return make_plan(checkpoint, settings, selection, scales=scales), scales.notes
 
 
-def require_servable(plan: QuantizePlan, source: Path) -> str:
+def require_servable(plan: QuantizePlan, source: Path) -> tuple[str, ModelGeometry | None]:
     """Refuse a checkpoint that no engine of the default list can load.
 
     Of a model whose shape `check` does not know, a note says that this was not checked.
@@ -69,16 +70,17 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
         source: the model's folder.
 
     Returns:
-        The note, also where only one engine can load it; empty if there is nothing to note.
+        The note, also where only one engine can load it, empty if there is nothing to note; and the
+        shape of the model.
 
     Raises:
         ModelError: no model can be built from the config, or tensors of it are missing or have
             other shapes.
         ExportError: naming why each engine cannot load it.
     """
-    reports, unchecked = replay_plan(plan, source, list_defaults())
+    reports, unchecked, geometry = _replay_plan(plan, source, list_defaults())
     if unchecked:
-        return unchecked
+        return unchecked, geometry
     able = [engine for engine, report in reports.items() if not report.load_fault]
     names = ", ".join(reports)
     scheme = name_mixed(plan.settings.scheme.name, is_mixed=bool(plan.settings.by_pattern))
@@ -90,13 +92,16 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
             hint=f"use another --scheme or --format; {_FORCE_HINT}",
         )
     is_last = len(able) == 1 < len(reports)
-    return f"of {names}, only {able[0]} can load {what}" if is_last else ""
+    return (f"of {names}, only {able[0]} can load {what}" if is_last else ""), geometry
 
 
 def replay_settings(
     folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[Engine]
 ) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
-    """Plan the checkpoint of a folder, and replay it for engines (`replay_plan`).
+    """Plan the checkpoint of a folder, and report what each engine would do with it.
+
+    Returns:
+        The plan; the report of each engine; and why nothing was checked, else empty.
 
     Raises:
         ModelError: the model cannot be quantized.
@@ -104,19 +109,17 @@ def replay_settings(
     """
     with Checkpoint.open(folder) as checkpoint:
         plan, _ = plan_checkpoint(checkpoint, asked, stats)
-        return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
+        reports, unchecked, _ = _replay_plan(plan, folder, [engine.key for engine in engines])
+        return plan, reports, unchecked
 
 
-def replay_plan(
+def _replay_plan(
     plan: QuantizePlan, source: Path, engines: Sequence[str]
-) -> tuple[Mapping[str, EngineReport], str]:
+) -> tuple[Mapping[str, EngineReport], str, ModelGeometry | None]:
     """Report what each engine would do with a checkpoint, or say why that is not known.
 
     What `check` reads is written to a temporary folder: configs, headers and scales. Scales of
     weights are 1.0, and other data are holes in the files.
-
-    Returns:
-        The report of each engine; and why nothing was checked, else empty.
 
     Raises:
         ModelError: no model can be built from the config, or tensors of it are missing or have
@@ -132,9 +135,10 @@ def replay_plan(
             message = error.message.replace(str(folder), str(source))
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
         except ModelError as error:
-            return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
+            return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source))), None
         if drafter := find_drafter_class(opened.config):
-            return {}, _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
+            why = _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
+            return {}, why, geometry
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         reports: Reports = {}
         fault = find_first_fault(geometry, tensors, has_linears=False)
@@ -145,4 +149,4 @@ def replay_plan(
     if fault:
         hint = f"download the model again, or {_CONFIG_HINT}; {_FORCE_HINT}"
         raise ModelError(f"{source}: {fault}", hint=hint)
-    return reports, ""
+    return reports, "", geometry

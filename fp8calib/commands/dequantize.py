@@ -21,7 +21,7 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
 from fp8calib.commands.result import BeforeAfter, Result, list_checkpoint
-from fp8calib.errors import ExportError, Fp8CalibError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
@@ -163,7 +163,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             is_quantized=False,
         )
         if any(split_expert(name.rpartition(".")[0]) for name in checkpoint.weights):
-            with suppress(Fp8CalibError):  # its layers are not understood
+            with suppress(ModelError):  # its layers are not understood
                 report = replay_path(out, engine="transformers")["transformers"]
                 if fault := report.load_fault:  # it may want experts in one tensor
                     notes.append(f"transformers does not load it as it is: {fault}")

@@ -41,16 +41,23 @@ class RunHashes(Frozen):
 
 
 class FileHasher(ThreadPoolExecutor):
-    """Hashes files in threads; those that are linked to each other once."""
+    """Hashes the files of a run in threads; those that are linked to each other once.
 
-    def __init__(self) -> None:
+    `model` is the folder of the unquantized model, None for one in memory. It is hashed at once
+    where it runs on a GPU; a CPU has other work to do.
+    """
+
+    def __init__(self, model: Path | None, *, at_once: bool) -> None:
         super().__init__(_NUM_THREADS, thread_name_prefix="hash")
         self._running: dict[tuple[int, int], Future[str]] = {}
+        self._model = model
+        if model is not None and at_once:
+            self._start(model)
 
     def __exit__(self, *_error: object) -> None:
         self.shutdown(cancel_futures=True)
 
-    def start(self, place: Path) -> list[tuple[Path, Future[str]]]:
+    def _start(self, place: Path) -> list[tuple[Path, Future[str]]]:
         """Hash a file itself, or the weights, config, tokenizer and scales of a folder."""
         paths = [place] if place.is_file() else filter(_counts, sorted(place.iterdir()))
         started = []
@@ -62,21 +69,13 @@ class FileHasher(ThreadPoolExecutor):
             started.append((path, self._running[key]))
         return started
 
-    def hash_run(
-        self, model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]
-    ) -> RunHashes:
-        """Hash the files of a run.
-
-        Args:
-            model: the folder of the unquantized model; None for one in memory.
-            specs: values of `--data`.
-            scales: files and folders of scales by the names they are known by.
-        """
-        weights = [] if model is None else self.start(model)
+    def hash_run(self, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
+        """Hash the model, the files of `--data`, and files and folders of scales by their names."""
+        weights = [] if self._model is None else self._start(self._model)
         texts = [
-            each for spec in specs for path in parse_spec(spec).files for each in self.start(path)
+            each for spec in specs for path in parse_spec(spec).files for each in self._start(path)
         ]
-        started = {name: self.start(place) for name, place in scales.items()}
+        started = {name: self._start(place) for name, place in scales.items()}
         return RunHashes(
             model=_describe(weights),
             data=_describe(texts),

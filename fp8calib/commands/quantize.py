@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +20,10 @@ from fp8calib.commands.result import (
     list_checkpoint,
     measure_kv_bytes,
 )
-from fp8calib.errors import Fp8CalibError, RecipeError, UsageError, cut_list
+from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
-from fp8calib.model.geometry import Frozen
+from fp8calib.model.geometry import Frozen, ModelGeometry
 from fp8calib.numerics.rules import PLAIN_RULES
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.matrices import AllZeroWeight
@@ -240,8 +239,11 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         folder = find_folder(model, request.revision)
         with Checkpoint.open(folder) as checkpoint:
             plan, notes = plan_checkpoint(checkpoint, settings, stats, rules)
-            if not request.allow_unservable and (note := require_servable(plan, folder)):
-                reporter.warn(note)
+            geometry = None
+            if not request.allow_unservable:
+                note, geometry = require_servable(plan, folder)
+                if note:
+                    reporter.warn(note)
             started = time.monotonic()
             written = find_finished(out, plan) if request.resume else None
             if written is not None:
@@ -261,6 +263,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 *(request, checkpoint, plan, written),
                 folder=out,
                 started=started,
+                geometry=geometry,
                 notes=notes,
                 plain_caches=plain_caches,
             )
@@ -321,6 +324,7 @@ def finish_quantized(
     target: Path | None = None,
     path: str = ".",
     started: float,
+    geometry: ModelGeometry | None,
     notes: Sequence[str] = (),
     plain_caches: Sequence[int] = (),
 ) -> QuantizeResult:
@@ -335,13 +339,12 @@ def finish_quantized(
         target: the output folder where it will be; None if it is there.
         path: of the checkpoint in the output folder.
         started: the value of time.monotonic() at the start.
+        geometry: the shape of the model, if it is known.
         notes: on its scales.
         plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
     """
-    from fp8calib.checkpoint.model_config import CONFIG_NAME
     from fp8calib.checkpoint.output import list_files
     from fp8calib.commands.check_written import finish_checkpoint
-    from fp8calib.model.geometry_from_config import read_geometry
 
     scheme = plan.settings.scheme.name
     others = list_layer_schemes(plan) if plan.settings.by_pattern else ()
@@ -353,10 +356,7 @@ def finish_quantized(
         check=request.check,
         plain_caches=plain_caches,
     )
-    sizes = None
-    if not plain_caches:
-        with suppress(Fp8CalibError):  # its layers are not understood
-            sizes = measure_kv_bytes(read_geometry(folder / path, plan.json_files[CONFIG_NAME]))
+    sizes = None if geometry is None or plain_caches else measure_kv_bytes(geometry)
     return QuantizeResult(
         out=(target or folder) / path,
         files=list_files(folder / path),

@@ -21,11 +21,6 @@ def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
 
 
-def _check_rule(name: str) -> None:
-    if name:  # the command refuses an empty one
-        parse_rule(name)
-
-
 def _split_layers(names: str) -> tuple[int, ...]:
     try:
         return tuple(int(name) for name in _split(names))
@@ -69,10 +64,10 @@ class VerifyRequest(TextOptions):
     )
     rules: Sequence[str] | None = option(
         "--rules NAME,...",
-        "Rules to compare: amax,percentile:99.99,mse,headroom:2.",
+        "Rules to compare, not with --scheme: amax,percentile:99.99,mse,headroom:2.",
         reads=str,
         collect=_split,
-        check=_check_rule,
+        check=parse_rule,
         default=None,
     )
     kv_cache_dtype_skip_layers: Sequence[int] | None = option(

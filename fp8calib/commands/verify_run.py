@@ -3,40 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 
-from fp8calib.calibration.fingerprint import versions
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.output import check_output_file
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import FileHasher, RunHashes
-from fp8calib.commands.model import describe_run, open_run_model
+from fp8calib.commands.model import describe_run, open_run_model, plan_text, read_settings
+from fp8calib.commands.options import SKIP_LAYERS, Stats
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import Result, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
-from fp8calib.commands.verify_inputs import (
-    check_request,
-    list_scales,
-    open_verification,
-    plan_verified,
-)
+from fp8calib.data.rows import ReadRow
+from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.sources import split_data
-from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line, format_count
+from fp8calib.engines.arithmetic import SPARSE_LATENTS
+from fp8calib.engines.registry import REFERENCE, find_emulated
+from fp8calib.errors import (
+    CANNOT_TELL,
+    ModelError,
+    UsageError,
+    VerificationError,
+    fit_line,
+    format_count,
+)
 from fp8calib.machine import PeakMemory
-from fp8calib.model.load import load_tokenizer
+from fp8calib.model.geometry import Role
+from fp8calib.model.load import ModelSource, load_tokenizer
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
+from fp8calib.numerics.rules import parse_rule
+from fp8calib.numerics.schemes import find_scheme
 from fp8calib.text import Answer, Block, Line
+from fp8calib.verification.candidates import Target
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
-from fp8calib.verification.judge.gates import GATES, Gate
-from fp8calib.verification.open_candidates import find_candidate
+from fp8calib.verification.judge.gates import GATES, Gate, load_gate
+from fp8calib.verification.open_candidates import (
+    Scales,
+    find_candidate,
+    judge_loading,
+    make_candidates,
+    make_rules,
+    require_head,
+)
 from fp8calib.verification.report import SCALE_ONE, Remedy, RunProvenance, Verdict, VerifyReport
 from fp8calib.verification.tables import (
     candidates_table,
@@ -53,6 +75,13 @@ from fp8calib.verification.verify import (
     open_scored,
     plan_verification,
     run_verification,
+)
+
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "server", "__metadata__"})
+"""Names in the file of --dump; a plug-in adds the server."""
+_SETTINGS = (
+    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype_skip_layers"),
+    *("samples", "seq_len", "batch_size", "pack", "text_column"),
 )
 
 
@@ -109,20 +138,14 @@ class VerifyResult(VerifyReport, Result):
         return f"exit code {code}: {why}" if self.exit_code else ""
 
 
-_SETTINGS = (
-    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype_skip_layers"),
-    *("samples", "seq_len", "batch_size", "pack", "text_column"),
-)
-
-
 def run(
     request: VerifyRequest,
     reporter: Reporter,
-    make_candidates: Callable[[Verification], Sequence[Candidate]] | None = None,
+    make_more: Callable[[Verification], Sequence[Candidate]] | None = None,
 ) -> VerifyResult | RunPlan:
     """Verify a model, and write the files that are asked for.
 
-    `make_candidates` makes further candidates, for a plug-in.
+    `make_more` makes further candidates, for a plug-in.
 
     A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
     weights, they are replaced while it runs, and copied before that to the memory of the host.
@@ -141,9 +164,8 @@ def run(
         asked = open_verification(
             request, model, lambda: plan_verified(request, model.source, specs, rows)
         )
-        if make_candidates is not None:
-            more = make_candidates(asked)
-            asked = replace(asked, candidates=(*more, *asked.candidates))
+        if make_more is not None:
+            asked = replace(asked, candidates=(*make_more(asked), *asked.candidates))
         for note in asked.warnings:
             reporter.warn(note)
         mode = plan_verification(asked, model, find_scratch(request), may_share=True)
@@ -151,18 +173,183 @@ def run(
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
+        files = None if model.is_live else model.source.folder
         with (
-            hashing_inputs(asked, request, model, specs) as give_hashes,
+            FileHasher(files, at_once=model.device != "cpu") as hasher,
             PeakMemory() as peak,
             open_scored(asked, model, mode, reporter) as scored,
         ):
             verified = run_verification(asked, scored, reporter)
-            hashes = give_hashes()
+            hashes = hash_inputs(hasher, asked, request, specs)
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:
             reporter.warn(note)
     return finish(request, asked, report, verified.logprobs, reporter, hashes)
+
+
+# --- before the run -------------------------------------------------------------------------------
+
+
+def check_request(request: VerifyRequest) -> None:
+    """Check the outputs, and the options that need no model."""
+    _check_outputs(request)
+    if request.gate is not None:
+        load_gate(request.gate)
+    for name in _list_paths(request):
+        if name in _RESERVED_NAMES:
+            raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
+        find_candidate(name)
+    if request.scheme is not None:
+        find_scheme(request.scheme)
+        return
+    engine, _ = find_emulated(request.engine)
+    if request.kv_cache_dtype_skip_layers and not (engine is REFERENCE or engine.can_skip_caches):
+        raise UsageError(
+            f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
+            hint="use --engine vllm, or reference",
+        )
+
+
+def _check_outputs(request: VerifyRequest) -> None:
+    """Refuse outputs that cannot be written or would replace other files, before hours of work."""
+    outputs = [] if request.dump is None else [(Path(request.dump), _is_dump)]
+    if request.report is not None:
+        from fp8calib.verification.page.page import is_page
+
+        outputs.insert(0, (Path(request.report), is_page))
+    for path, is_ours in outputs:
+        check_output_file(path)
+        if path.exists() and path.stat().st_size and not is_ours(path):
+            raise UsageError(f"{path}: not written by verify", hint="name another file")
+        check_output_file(path, force=request.force)
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether a file is one that --dump wrote."""
+    try:
+        header = read_header(path)
+    except ModelError:
+        return False
+    return "reference" in header.tensors and "data" in header.metadata
+
+
+def _list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
+    """List the candidates; a single one may be given without a list."""
+    is_list = isinstance(scales, Iterable) and not isinstance(scales, str | BaseModel)
+    given: Any = scales if is_list else [scales]
+    named: dict[str | int, Scales] = {}  # the same twice is compared once
+    for item in given:
+        each = getattr(item, "stats", item)  # of the result of `calibrate`
+        key = id(each) if isinstance(each, CalibrationStats) else str(Path(each).absolute())
+        named.setdefault(key, each)
+    return tuple(named.values())
+
+
+def _list_paths(request: VerifyRequest) -> list[str]:
+    """List the candidates that are files or folders."""
+    return [str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path)]
+
+
+def plan_verified(
+    request: VerifyRequest,
+    source: ModelSource,
+    specs: Sequence[str],
+    rows: Iterable[ReadRow] | None,
+) -> DataPlan:
+    """Plan the text of a verification; the warnings are about figures, not about scales."""
+    data = read_settings(request, specs)
+    plan = plan_text(source, data, rows=rows, part="verify", tokenizer=request.tokenizer)
+    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
+    is_few = plan.num_tokens < FEW_TOKENS
+    return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
+
+
+def open_verification(
+    request: VerifyRequest, model: RunModel, read_text: Callable[[], DataPlan]
+) -> Verification:
+    """Read the candidates, and refuse what cannot be emulated before a weight is loaded.
+
+    One that cannot be read or emulated is left out while another is left. The text is read after
+    the candidates, which take less time.
+    """
+    require_head(model)
+    engine, numerics = find_emulated(request.engine)
+    fmt, scheme = FP8_FORMATS[request.fp8_dtype], request.scheme
+    geometry = model.prepared.geometry
+    target = Target(
+        checkpoint=model.checkpoint,
+        fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
+        geometry=geometry,
+        model=model.prepared.model,
+        numerics=numerics,
+        fmt=fmt,
+    )
+    plain_caches = request.kv_cache_dtype_skip_layers or ()
+    # they compare scales of the KV cache
+    rules = [] if scheme else list(dict.fromkeys(map(parse_rule, request.rules or ())))
+    scales = _list_scales(request.scales)
+    opened, candidates, refused = make_candidates(target, scales, scheme, plain_caches)
+    plan = read_text()
+    unusable, loading = judge_loading(engine, model, opened, scheme)
+    tiles = []
+    has_tiles = geometry.model_type in SPARSE_LATENTS and fmt is E4M3FN and scheme is None
+    if has_tiles and (where := numerics.kv_sparse_in_tiles):
+        tiles = [
+            f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
+            f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types ... --engine "
+            "reference` emulates it"
+        ]
+    return Verification(
+        model=model.name,
+        fingerprint=target.fingerprint,
+        geometry=geometry,
+        numerics=numerics,
+        candidates=tuple(candidates),
+        plan=plan,
+        batch_size=request.batch_size,
+        engine=engine.key,
+        engine_version=engine.release,
+        dtype=model.dtype,
+        device=model.device,
+        rules=make_rules(target, rules, opened, plain_caches),
+        opened=tuple(opened),
+        fmt=fmt,
+        gate=None if request.gate is None else load_gate(request.gate),
+        is_strict=request.strict,
+        unusable=unusable,
+        refused=refused,
+        warnings=(
+            *plan.warnings,
+            *map(str, refused),
+            *model.list_warnings(),
+            *_warn_of_candidates(opened, plan, has_scheme=scheme is not None),
+            *loading,
+            *tiles,
+            *(f"{each.name}: {note}" for each in candidates for note in each.notes),
+        ),
+    )
+
+
+def _warn_of_candidates(
+    opened: Iterable[Candidate], text: DataPlan, *, has_scheme: bool
+) -> Iterator[str]:
+    """Warn of candidates that were calibrated on this text, and of KV scales beside a scheme."""
+    for candidate in opened:
+        if candidate.origin is not None and candidate.origin.text_start == text.start:
+            yield (
+                f"{candidate.name}: this text was used for calibration, so its figures may be too "
+                "good"
+            )
+    for candidate in opened if has_scheme else ():
+        if candidate.stats and any(site.role is Role.K for site in candidate.stats.sites):
+            yield (
+                f"{candidate.name}: its KV scales are ignored: a scheme quantizes weights and "
+                "inputs; leave out --scheme to verify them"
+            )
+
+
+# --- the run and after it ------------------------------------------------------------------------
 
 
 def find_scratch(request: VerifyRequest) -> Path:
@@ -178,32 +365,16 @@ def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
     reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
 
 
-@contextmanager
-def hashing_inputs(
-    asked: Verification, request: VerifyRequest, model: RunModel, specs: Sequence[str]
-) -> Iterator[Callable[[], RunHashes]]:
-    """Hash the files of the model, of the text and of what is compared with it.
-
-    A CPU has the passes to run after it; beside those of a GPU the model is hashed in threads. What
-    is given waits for the hashes.
-    """
-    scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
+def hash_inputs(
+    hasher: FileHasher, asked: Verification, request: VerifyRequest, specs: Sequence[str]
+) -> RunHashes:
+    """Hash the files of the model, of the text and of what is compared with it."""
     used = {each.name for each in asked.opened}
-    places = {name: find_candidate(name) for name in scales if name in used}
-    folder = None if model.is_live else model.source.folder
-
-    def give_hashes() -> RunHashes:
-        try:
-            return hasher.hash_run(folder, specs, places)
-        except OSError as error:
-            raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    with FileHasher() as hasher:
-        if model.device == "cpu":
-            give_hashes()
-        elif folder is not None:
-            hasher.start(folder)
-        yield give_hashes
+    scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
+    try:
+        return hasher.hash_run(specs, scales)
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:

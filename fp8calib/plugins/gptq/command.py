@@ -129,7 +129,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
 
         expected = plan(None)
         if not request.allow_unservable:
-            note = require_servable(expected, checkpoint.folder)
+            note, _ = require_servable(expected, checkpoint.folder)
             if note:
                 reporter.warn(note)
         if request.dry_run:
@@ -157,6 +157,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
             *(request, checkpoint, expected, written),
             folder=out,
             started=started,
+            geometry=job.model.prepared.geometry,
             plain_caches=plain_caches,
         )
     result = GptqResult(**dict(made), rounded=tuple(rounded))

@@ -136,7 +136,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}
     options = {name: getattr(request, name) for name in names}
     options["scales"] = () if request.scales is None else request.scales
-    verified = verify(VerifyRequest(**options), reporter, make_candidates=make_candidates)
+    verified = verify(VerifyRequest(**options), reporter, make_more=make_candidates)
     if isinstance(verified, RunPlan):
         return verified
     rows = [CacheResult(**dict(each), **facts[each.name]) for each in verified.candidates]

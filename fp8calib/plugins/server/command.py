@@ -8,21 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.streamed_model import StreamedModel
+from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.model import open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
-from fp8calib.commands.verify_inputs import (
-    check_request,
-    open_verification,
-    plan_verified,
-)
 from fp8calib.commands.verify_run import (
     announce,
+    check_request,
     complete_report,
     describe_plan,
     find_scratch,
     finish,
-    hashing_inputs,
+    hash_inputs,
+    open_verification,
+    plan_verified,
 )
 from fp8calib.commands.verify_run import describe as describe_verification
 from fp8calib.data.sequences import DataPlan
@@ -108,8 +107,9 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         told = asked.warnings
+        files = None if model.is_live else model.source.folder
         with (
-            hashing_inputs(asked, request, model, specs) as give_hashes,
+            FileHasher(files, at_once=model.device != "cpu") as hasher,
             PeakMemory() as peak,
             open_scored(asked, model, mode, reporter) as scored,
         ):
@@ -119,7 +119,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             verified = run_verification(asked, scored, reporter)
             evidence = _gather(verified, scored, faults, reporter)
             assessment = assess(answers, evidence, text.sequences)
-            hashes = give_hashes()
+            hashes = hash_inputs(hasher, asked, request, specs)
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in told:
