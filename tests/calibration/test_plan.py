@@ -5,15 +5,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from fp8calib.calibration import memory_plan
 from fp8calib.calibration.memory_plan import (
     GIVEN,
     Limits,
     MemoryPlan,
     Workload,
+    find_limits,
     peak_of_pairs,
     plan_halved,
     plan_memory,
@@ -21,6 +24,7 @@ from fp8calib.calibration.memory_plan import (
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError
+from fp8calib.machine import GIB
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
 from tests import zoo
@@ -75,6 +79,15 @@ def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Li
         process_bytes=1000,
         device_bytes=device,
     )
+
+
+def test_processes_of_one_machine_share_its_free_memory() -> None:
+    """A tenth of 40 GiB is left to others; a process of unknown size counts half a GiB."""
+    free = patch.multiple(memory_plan, available_bytes=lambda: 40 * GIB, anonymous_bytes=lambda: 0)
+    with free:
+        assert find_limits("cpu", None).host_bytes == 36.5 * GIB
+        assert find_limits("cpu", None, sharers=4).host_bytes == 9.5 * GIB
+        assert find_limits("cpu", 3.0, sharers=4)[:2] == (3 * GIB, GIVEN)
 
 
 def stream(work: Workload, found: Limits) -> MemoryPlan:

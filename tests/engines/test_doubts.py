@@ -92,6 +92,7 @@ DOUBTS: dict[str, tuple[Edit, str]] = {
     "a class of no library": (configure(architectures=["MineForCausalLM"]), "MineForCausalLM"),
     "a text for a class": (configure(architectures="Other"), "Other"),
     "no positions": (configure(max_position_embeddings=0), "max_position_embeddings: 0"),
+    "a negative size": (configure(rms_norm_eps=-1.0), "rms_norm_eps: -1.0"),
     "layers of two kinds": (
         configure(layer_types=["sliding_attention", "full_attention"]),
         "layer_types, for which LlamaConfig has no use",
@@ -119,6 +120,7 @@ def test_what_is_unknown_is_no_fault(saved: Path, tmp_path: Path, what: str) -> 
     [
         configure(dtype="float8_e4m3fn"),
         configure(head_dim=None),
+        configure(eos_token_id=-1),
         configure(architectures=["Foo", "LlamaForCausalLM"]),
         shard(""),
         write("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}),
@@ -126,6 +128,7 @@ def test_what_is_unknown_is_no_fault(saved: Path, tmp_path: Path, what: str) -> 
     ids=[
         "a dtype of FP8",
         "no head_dim",
+        "no token that ends",
         "two classes",
         "an index",
         "a config of ModelOpt that is not read",
