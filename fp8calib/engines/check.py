@@ -92,10 +92,10 @@ def check_folder(
     asks_for_kv = file is not None or requires_kv or folder.asks_for_kv
     reports = {}
     for engine in map(find_replayed, engines):
-        try:
-            report = check.ask(engine).add(problems=filter(None, [engine.note]))
-        except Refusal as refusal:
+        if refusal := check.find_refusal(engine):
             report = report_refusal(geometry, refusal)
+        else:
+            report = check.ask(engine).add(problems=filter(None, [engine.note]))
         reports[engine.key] = report.model_copy(
             update={"engine": engine.name, "version": engine.version, "asks_for_kv": asks_for_kv}
         )
@@ -123,12 +123,11 @@ class _Check:
     """By the files, in the order in which an engine opens them."""
 
     def ask(self, engine: Engine) -> EngineReport:
-        """Report what an engine does; raise `Refusal` where it does not start, whatever it reads.
+        """Report what an engine does, if it starts.
 
         Raises:
             UsageError: no replay says what it does with a folder.
         """
-        self._require_start(engine)
         if self.file is not None:
             report = self._replay_file(engine, self.file)
             return self._judge(self._correct_fixes(engine, report))
@@ -142,9 +141,9 @@ class _Check:
             seen = seen if engine.view is None else engine.view(seen)
             report = engine.replay_folder(seen, self.geometry, self.tp)
         except Refusal as refusal:
-            if refusal.is_final:
-                raise
             report = report_refusal(self.geometry, refusal)
+            if refusal.is_final:
+                return report
         report = self._correct_fixes(engine, _judge_shared(report, self.geometry))
         is_nvfp4 = find_recorded_dtype(self.folder).lower() == NVFP4_CACHE
         report = self._judge(report, engine.scale_factor if is_nvfp4 else 1.0)
@@ -158,28 +157,27 @@ class _Check:
         why = f"{seen.preferred}, and it has other names than the model's class"
         return report.add(unknown=[f"{why}{hint}"])
 
-    def _require_start(self, engine: Engine) -> None:
-        """Refuse what an engine does not start with, whatever its files hold."""
+    def find_refusal(self, engine: Engine) -> Refusal | None:
+        """Say why an engine does not start, whatever its files hold; None if it may."""
         if engine.splits_heads:
             try:
                 check_heads(self.geometry, self.tp)
                 check_linears(self.geometry, self.tp, of_stats=False)
             except UsageError as error:
-                why = f"{error.message}: the engine does not start"
-                raise Refusal(why, fix=error.hint) from error
+                return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
         config, architecture = self.folder.config, self.geometry.architecture
         if "auto_map" in config:  # a config class of its own, which may know more
-            return
+            return None
         if why := engine.explain_type(config.get("model_type")):
-            raise Refusal(why, fix=_NEWER_FIX)
+            return Refusal(why, fix=_NEWER_FIX)
         text = config.get("text_config")
         stored = {*config, *(text if isinstance(text, Mapping) else ())}
         known = (engine.loader, engine.version, architecture)
         read = list_read_fields(*known) if engine.loader else ()
-        if names := ", ".join(each for each in read if each not in stored):
-            without = f"without which {engine.title} does not load {architecture}"
-            fix = f"add {names} as in the config.json of the model's authors"
-            raise Refusal(f"config.json lacks {names}, {without}", fix=fix)
+        names = ", ".join(each for each in read if each not in stored)
+        why = f"{names}, without which {engine.title} does not load {architecture}"
+        fix = f"add {names} as in the config.json of the model's authors"
+        return Refusal(f"config.json lacks {why}", fix=fix) if names else None
 
     def _replay_file(self, engine: Engine, path: Path) -> EngineReport:
         if path.suffix == ".json" and engine.replay_json is not None:

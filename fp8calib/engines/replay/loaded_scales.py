@@ -92,13 +92,8 @@ class LoadContext:
             if found:
                 self.problems.append(f"{what} ({len(found)}, such as {found[0]}): {why}")
 
-    def judge_absent_layer(self, index: int, *, why: str, fix: str) -> LayerVerdict:
-        """Judge a layer that got neither a k nor a v scale; arguments as for `judge_absent`."""
-        k, v = (self.judge_absent((index, role), why=why, fix=fix) for role in KV_ROLES)
-        return LayerVerdict(layer=index, k=k, v=v)
-
     def judge_absent(
-        self, slot: Slot, *, value: float | None = 1.0, why: str, fix: str
+        self, slot: Slot, why: str, fix: str, *, value: float | None = 1.0
     ) -> LoadVerdict:
         """Judge a slot that got no scale, by whether the folder has one for it.
 
@@ -146,7 +141,7 @@ class LoadContext:
             unset = []
             for slot, held, number in zip(slots, stored, numbers, strict=True):
                 if held is None:
-                    unset.append(self.judge_absent(slot, why=absent[0], fix=absent[1]))
+                    unset.append(self.judge_absent(slot, *absent))
                     continue
                 why = f"{held} is {number:g}, which {engine} treats as not loaded, so it uses 1.0"
                 unset.append(_make(Status.DEFAULTED, 1.0, why))
@@ -183,27 +178,25 @@ def open_indexed(folder: ScaleFolder, geometry: ModelGeometry, *, error: str) ->
 
     A missing or damaged file is refused; `error` is what the engine raises at a missing one.
     """
-    files = folder.files
-    if folder.has_index:
-        index = folder.index
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            why = f"{INDEX_NAME} has no weight_map of names to files"
-            raise Refusal(why, fix="write the index again")
-        listed = set((folder.indexed or {}).values())
-        if missing := sorted(listed.difference(files)):
-            shown = ", ".join(map(shorten, missing[:3]))
-            why = f"the index names files that are missing ({shown}): {error}"
-            raise Refusal(why, fix="complete the download, or remove them from the index")
-        files = [file for file in files if file in listed]
-    if not files:
+    files, index = folder.files, folder.index
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    is_map = isinstance(weight_map, dict) and all(isinstance(e, str) for e in weight_map.values())
+    listed = set((folder.indexed or {}).values()) if folder.has_index else set(files)
+    missing = sorted(listed.difference(files))
+    files = [file for file in files if file in listed]
+    why = next((folder.faults[file] for file in files if file in folder.faults), "")
+    fix = "download or write the file again"
+    if folder.has_index and not is_map:
+        why, fix = f"{INDEX_NAME} has no weight_map of names to files", "write the index again"
+    elif missing:
+        shown = ", ".join(map(shorten, missing[:3]))
+        why = f"the index names files that are missing ({shown}): {error}"
+        fix = "complete the download, or remove them from the index"
+    elif not files:
         why = f"there are no safetensors weights to load ({len(folder.files)} files)"
-        raise Refusal(why, fix="download the weights, or convert them to safetensors")
-    for file in files:
-        if file in folder.faults:
-            raise Refusal(folder.faults[file], fix="download or write the file again")
+        fix = "download the weights, or convert them to safetensors"
+    if why:
+        raise Refusal(why, fix=fix)
     return LoadContext(folder, geometry, files)
 
 

@@ -91,12 +91,9 @@ def replay_sglang(
     zero_is_unset = release.has(_ZERO_UNSET)
     layers = []
     for layer, _ in geometry.attentions():
-        if fault is not None:
-            layers.append(context.judge_absent_layer(layer.index, why=fault[0], fix=fault[1]))
-            continue
-        path = paths[layer.index]
+        path = paths.get(layer.index, "")
         why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
-        absent = (why, _FIX.format(path=path))
+        absent = fault or (why, _FIX.format(path=path))
         judge = context.judge_pair
         layers.append(judge(layer.index, "SGLang", absent, zero_is_unset=zero_is_unset))
     if any(context.optional.values()):

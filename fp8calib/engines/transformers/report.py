@@ -141,14 +141,14 @@ class _Report:
             arguments = {"past_key_value", "past_key_values"}
             if module is not None and arguments.isdisjoint(signature(module.forward).parameters):
                 why = f"{why}: {_RENAMED}"
-            verdict = context.judge_absent(slot, why=why, fix=_CONFIG_FIX)
+            verdict = context.judge_absent(slot, why, _CONFIG_FIX)
             return verdict.model_copy(update={"value": None})
         # the tensor that filled the parameter, by its name or without the model's root
         paths = (attention.checkpoint_module, attention.module.partition(".")[2])
         read = next((name for path in paths if (name := f"{path}.{leaf}") in loaded.read), None)
         stored = None if read is None else self._folder.scales[loaded.read[read]].get(read)
         if f"{attention.module}.{leaf}" in loaded.missing or stored is None:
-            verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=_CONFIG_FIX)
+            verdict = context.judge_absent(slot, _UNSET, _CONFIG_FIX, value=None)
             why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
             return verdict.model_copy(update={"why": why})
         if f"{attention.module}.{slot[1]}_zero_point" in loaded.missing:

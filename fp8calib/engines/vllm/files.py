@@ -8,7 +8,6 @@ vLLM 0.26.0 to 0.33.0 `model_loader/default_loader.py` (`_prepare_weights`),
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import replace
 from fnmatch import fnmatch
 
@@ -36,7 +35,22 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
     causes = sorted(str(each.relative_to(folder.path)) for each in found if each.is_file())
     if not causes:
         return ordered
-    chosen = _choose(folder, causes[0])
+    chosen = {file for file in folder.files if fnmatch(file, _PREFERRED)}
+    why = fix = ""
+    if not chosen:
+        why = f"because of {shorten(causes[0])} vLLM looks for {_PREFERRED} alone, and finds none"
+        why, fix = f"{why} beside config.json (RuntimeError)", "move it out of the folder"
+    elif (folder.path / _INDEX).is_file():
+        try:
+            listed = set(read_index(folder.path / _INDEX).weight_map.values())
+        except ModelError as error:
+            raise Refusal(error.message, fix="write it again") from error
+        if missing := sorted(listed - chosen):
+            why = f"{_INDEX} names {cut_list(missing, 3)}: FileNotFoundError"
+            fix = "complete the download"
+        chosen = listed
+    if why:
+        raise Refusal(why, fix=fix)
     return replace(
         ordered,
         tensors={file: each for file, each in folder.tensors.items() if file in chosen},
@@ -45,21 +59,3 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
         has_index=False,
         index=None,
     )
-
-
-def _choose(folder: ScaleFolder, cause: str) -> Collection[str]:
-    files = {file for file in folder.files if fnmatch(file, _PREFERRED)}
-    if not files:
-        why = f"because of {shorten(cause)} vLLM looks for {_PREFERRED} alone, and finds none"
-        raise Refusal(f"{why} beside config.json (RuntimeError)", fix="move it out of the folder")
-    path = folder.path / _INDEX
-    if not path.is_file():
-        return files
-    try:
-        listed = set(read_index(path).weight_map.values())
-    except ModelError as error:
-        raise Refusal(error.message, fix="write it again") from error
-    if missing := sorted(listed - files):
-        why = f"{_INDEX} names {cut_list(missing, 3)}: FileNotFoundError"
-        raise Refusal(why, fix="complete the download")
-    return listed

@@ -230,10 +230,13 @@ class _Replay:
         held: dict[Slot, HeldScale] = {}
         for layer, attention in self._geometry.attentions():
             bare = self._explain_bare(attention)
-            if bare is not None:
-                verdict = context.judge_absent_layer(layer.index, why=bare[0], fix=bare[1])
-            elif self._is_compressed:
-                k, v = (self._judge_compressed(layer.index, role, attention) for role in KV_ROLES)
+            if bare is not None or self._is_compressed:
+                k, v = (
+                    self._judge_compressed((layer.index, role), attention)
+                    if bare is None
+                    else context.judge_absent((layer.index, role), *bare)
+                    for role in KV_ROLES
+                )
                 verdict = LayerVerdict(layer=layer.index, k=k, v=v)
             else:
                 verdict = context.judge_pair(layer.index, "vLLM", _IGNORED, dtype=self._dtype)
@@ -247,14 +250,14 @@ class _Replay:
             )
         return layers, held
 
-    def _judge_compressed(self, index: int, role: Role, attention: Attention) -> LoadVerdict:
+    def _judge_compressed(self, slot: Slot, attention: Attention) -> LoadVerdict:
         """Judge a k or v by what `CompressedTensorsKVCacheMethod` makes of it.
 
         A scale that was not loaded is 1.0, and none is rounded: the parameters are fp32
         (`quantization/compressed_tensors/compressed_tensors.py`; 0.32.0 run, 0.33.0 read).
         """
         loaded = self._context.loaded
-        stored, k = loaded.get((index, role)), loaded.get((index, Role.K))
+        stored, k = loaded.get(slot), loaded.get((slot[0], Role.K))
         if stored is not None and self._per_head:
             return self._judge_heads(stored, attention.num_kv_heads)
         if stored is not None:
@@ -263,7 +266,7 @@ class _Replay:
             why = f"{k} becomes k_scale, and compressed-tensors' method uses 1.0 for v"
             fix = "store it as k_scale and as v_scale"
             return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
-        return self._context.judge_absent((index, role), why=_IGNORED[0], fix=_IGNORED[1])
+        return self._context.judge_absent(slot, *_IGNORED)
 
     def _judge_heads(self, stored: FoundScale, num_heads: int) -> LoadVerdict:
         """Judge per-head scales: each rank takes its slice; one rank repeats a single number."""
