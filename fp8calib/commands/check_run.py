@@ -96,10 +96,9 @@ def replay_path(
             _refuse_other_origin(str(path), origin, base)
         reports = check_folder(base, *asked, file=path, **more)
     if read_weights:
-        from fp8calib.engines.weight_values import read_weight_values  # imports torch
+        from fp8calib.engines.weight_values import amend_for_values  # imports torch
 
-        values = read_weight_values(folder or base, progress or PythonReporter(None))
-        reports = {key: values.amend(each) for key, each in reports.items()}
+        reports = amend_for_values(reports, folder or base, progress or PythonReporter(None))
         if measured is not None and folder is not None and not lacks_weights(path):
             differences = list(_compare_weights(measured, path))
             reports = {key: each.add(suspicious=differences) for key, each in reports.items()}

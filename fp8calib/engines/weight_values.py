@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.odd_scales import suspect_sizes
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict
+from fp8calib.engines.replay.verdicts import LoadVerdict, Reports
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import measure_sizes
 from fp8calib.engines.weights.stored import NOT_FINITE_FIX, describe_bad
@@ -38,46 +37,18 @@ other tools); with scales half as large for each row they are 6 % and 4.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightValues:
-    """What the values of all tensors of a checkpoint show."""
+def amend_for_values(reports: Reports, folder: ScaleFolder, progress: Progress) -> Reports:
+    """Add to reports what the values of all tensors show: every engine computes with them.
 
-    faults: tuple[str, ...]
-    """Tensors that hold NaN or infinity, and scales that turn weights into NaN or zeros."""
-    suspicious: tuple[str, ...]
-    """FP8 matrices with too many of the largest code, or unlike those of other layers."""
-    notes: tuple[str, ...]
-    """Tensors of zeros, and those with rows of zeros, as embeddings of unused tokens have."""
-
-    def amend(self, engine: EngineReport) -> EngineReport:
-        """Add these findings to the report of an engine; every engine computes with the values."""
-        if self.notes:
-            engine = engine.add(problems=[_join(self.notes)])
-        if self.suspicious:
-            engine = engine.add(suspicious=[_join(self.suspicious)])
-        if not self.faults:
-            return engine
-        if engine.weights is not None:  # it tells another fault
-            return engine.add(problems=[_join(self.faults)])
-        verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=NOT_FINITE_FIX)
-        return engine.model_copy(update={"weights": verdict})
-
-
-def _join(texts: Sequence[str]) -> str:
-    more = [f"{len(texts) - _SHOWN} more such tensors"] if len(texts) > _SHOWN else []
-    return "; ".join([*texts[:_SHOWN], *more])
-
-
-def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
-    """Read all tensors that hold floats, some megabytes at a time.
+    Tensors are read some megabytes at a time.
 
     Raises:
         ModelError: a file cannot be read.
     """
-    faults: list[str] = []
-    suspicious: list[str] = []
+    faults: list[str] = []  # NaN, infinity; scales that turn weights into NaN or zeros
+    suspicious: list[str] = []  # FP8 with too much of its largest code, or unlike other layers
     empty: list[str] = []
-    notes: list[str] = []
+    notes: list[str] = []  # rows of zeros, as embeddings of unused tokens have
     total = sum(entry.size_bytes for held in folder.tensors.values() for entry in held.values())
     progress.stage("reading values", total, unit="bytes")
     for file in folder.tensors:
@@ -101,7 +72,22 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                     notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
     faults += _list_scale_faults(folder)
     suspicious += suspect_sizes(measure_sizes(folder))
-    return WeightValues(faults=tuple(faults), suspicious=tuple(suspicious), notes=(*empty, *notes))
+    wrong, odd, zeros = map(_join, (faults, suspicious, [*empty, *notes]))
+    amended = {}
+    for key, each in reports.items():
+        is_told = each.weights is not None  # of another fault
+        report = each.add(problems=zeros + wrong * is_told, suspicious=odd)
+        if wrong and not is_told:
+            verdict = LoadVerdict(status=Status.BAD, why=wrong[0], fix=NOT_FINITE_FIX)
+            report = report.model_copy(update={"weights": verdict})
+        amended[key] = report
+    return amended
+
+
+def _join(texts: Sequence[str]) -> list[str]:
+    """Join texts into one, or none."""
+    more = [f"{len(texts) - _SHOWN} more such tensors"] if len(texts) > _SHOWN else []
+    return ["; ".join([*texts[:_SHOWN], *more])] if texts else []
 
 
 def _examine(
@@ -181,21 +167,17 @@ def _list_scale_faults(folder: ScaleFolder) -> Iterator[str]:
     for file, held in folder.tensors.items():
         with TensorFile(folder.path / file) as opened:
             for name, entry in held.items():
-                codes = next(filter(located.__contains__, _name_codes(name)), None)
+                names = (f"{name.removesuffix('_scales')}_blocks",) * name.endswith("_scales")
+                if name.endswith(_SCALES):
+                    module = name.rpartition(".")[0]
+                    names = (f"{module}.weight_packed", f"{module}.weight")
+                codes = next(filter(located.__contains__, names), None)
                 if codes is None or not entry.size_bytes:
                     continue
                 is_wrong, what = _judge_scale(folder, opened, name, located[codes], codes)
                 if is_wrong.any():
                     counted = f"{is_wrong.sum():,} of its {is_wrong.size:,} scales"
                     yield _describe(name, entry, int(is_wrong.argmax()), what, counted)
-
-
-def _name_codes(scale: str) -> tuple[str, ...]:
-    """List the names that the codes of a scale may have."""
-    module = scale.rpartition(".")[0]
-    if scale.endswith(_SCALES):
-        return f"{module}.weight_packed", f"{module}.weight"
-    return (f"{scale.removesuffix('_scales')}_blocks",) if scale.endswith("_scales") else ()
 
 
 def _judge_scale(
