@@ -54,7 +54,7 @@ def _list_seen(folder: ScaleFolder) -> Iterator[object]:
         elif path.name in folder.tensors:
             yield _read_header(path)
     places = {n: (file, e) for file, held in folder.tensors.items() for n, e in held.items()}
-    yield sorted(read_scale_values(folder, places).bad.items())
+    yield sorted(read_scale_values(folder, places)[0].items())
 
 
 def _read_header(path: Path) -> bytes:

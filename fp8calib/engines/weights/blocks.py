@@ -97,7 +97,8 @@ def list_block_findings(
         return
     schemes = stored.schemes.items()
     blocks = {path: each.block for path, each in schemes if each.weights is Granularity.BLOCK}
-    repeats = repeats_scales and stored.dialect == "autofp8"
+    is_autofp8 = stored.dialect == "autofp8"
+    repeats = repeats_scales and is_autofp8
     experts = (
         _judge_expert(each, blocks[each.module], tp, repeats=repeats)
         for group in groups
@@ -110,79 +111,78 @@ def list_block_findings(
         for _, linear in stored.geometry.linears()
         if linear.section != "other" and not linear.num_experts
     }
-    found = [
-        (group, [known.get(each.module) for each in group.members], blocks[group.members[0].module])
-        for group in groups
-        if group.kind != "experts" and all(each.module in blocks for each in group.members)
-    ]
-    split = [_judge_single(linears, block, tp) for _, linears, block in found if tp > 1]
-    fused = (
-        _judge_fused(engine, stored, group, linears, block[0], tp)
-        for group, linears, block in found
-    )
-    yield from islice(filter(None, split if any(split) else fused), 1)
+    single: list[Finding] = []
+    fused: list[Finding] = []
+    for group in groups:
+        if group.kind == "experts" or any(each.module not in blocks for each in group.members):
+            continue
+        block = blocks[group.members[0].module]
+        linears = [known.get(each.module) for each in group.members]
+        pieces = _list_pieces(group, linears, tp)
+        if engine == "vllm" and len(group.members) == 1:
+            pieces = _split_mixer(stored.folder.config, group.members[0]) or pieces
+        if len(pieces) > 1:
+            fused += _judge_fused(
+                engine, pieces, block[0], tp, is_autofp8=stored.dialect == "autofp8"
+            )
+        elif tp > 1 and len(linears) == 1 and linears[0] is not None:
+            single += _judge_single(linears[0], pieces, block, tp)
+    yield from (single or fused)[:1]
 
 
-def _judge_single(
-    linears: Sequence[Linear | None], block: tuple[int, int], tp: int
-) -> Finding | None:
-    """Judge a linear that is not fused, which ranks split."""
-    linear = linears[0]
-    if linear is None or len(linears) > 1:
-        return None
-    if linear.shard == "row":
-        size, side, length = len(rank_range(linear.in_features, tp, 0)), "inputs", block[1]
-    elif linear.shard == "column" and len(linear.parts) == 1:
-        size, side, length = _count_rows(linear, 0, tp), "outputs", block[0]
-    else:
-        return None
-    if size % length == 0:
-        return None
-    what = f"{linear.module} has {size} {side} on each of {tp} ranks"
-    why = f"{what}, no multiple of {length}: ValueError"
-    return Finding(status=Status.REFUSED, why=why, fix=_RANKS_FIX)
+def _list_pieces(
+    group: LinearGroup, linears: Sequence[Linear | None], tp: int
+) -> list[tuple[str, int]]:
+    """List the projections in a weight with their outputs on a rank; none if ranks split inputs.
 
-
-def _judge_fused(
-    engine: str,
-    stored: OpenedWeights,
-    group: LinearGroup,
-    linears: Sequence[Linear | None],
-    length: int,
-    tp: int,
-) -> Finding | None:
-    """Judge projections that an engine loads into one weight: one may end inside a block.
-
-    On one rank the last one may, but for SGLang's quant_method fp8.
+    `linears` are the members of the group, by the model.
     """
     pieces: list[tuple[str, int]] = []
     for member, linear in zip(group.members, linears, strict=True):
         if linear is None or (len(linear.parts) == 1 and tp == 1):
-            pieces += [(member.module, member.shape[0])]
+            pieces.append((member.module, member.shape[0]))
         elif linear.shard == "column":
-            rows = (_count_rows(linear, place, tp) for place in range(len(linear.parts)))
+            rows = (each.unit * len(rank_range(each.count, tp, 0)) for each in linear.parts)
             pieces += zip(map(linear.logical, linear.parts), rows, strict=True)
-    if engine == "vllm" and len(group.members) == 1:
-        pieces = _split_mixer(stored.folder.config, group.members[0]) or pieces
-    if len(pieces) < 2:
-        return None
-    fused = name_fused_group(pieces[0][0]).rpartition(".")[2]
-    is_autofp8 = stored.dialect == "autofp8"
-    if engine == "sglang" and fused not in _SGLANG_FUSED:
-        return None
-    checks_last = tp > 1 or (engine == "sglang" and is_autofp8)
-    checked = pieces if checks_last else pieces[:-1]
+    return pieces
+
+
+def _judge_single(
+    linear: Linear, pieces: Sequence[tuple[str, int]], block: tuple[int, int], tp: int
+) -> Iterator[Finding]:
+    """Judge a linear that is not fused, which ranks split."""
+    size, side, length = 0, "", 1
+    if linear.shard == "row":
+        size, side, length = len(rank_range(linear.in_features, tp, 0)), "inputs", block[1]
+    elif pieces:
+        size, side, length = pieces[0][1], "outputs", block[0]
+    if size % length:
+        what = f"{linear.module} has {size} {side} on each of {tp} ranks"
+        why = f"{what}, no multiple of {length}: ValueError"
+        yield Finding(status=Status.REFUSED, why=why, fix=_RANKS_FIX)
+
+
+def _judge_fused(
+    engine: str, pieces: Sequence[tuple[str, int]], length: int, tp: int, *, is_autofp8: bool
+) -> Iterator[Finding]:
+    """Judge projections that an engine loads into one weight: one may end inside a block.
+
+    On one rank the last one may, but for SGLang's quant_method fp8.
+    """
+    is_sglang = engine == "sglang"
+    if is_sglang and name_fused_group(pieces[0][0]).rpartition(".")[2] not in _SGLANG_FUSED:
+        return
+    checked = pieces if tp > 1 or (is_sglang and is_autofp8) else pieces[:-1]
     split = next((each for each in checked if each[1] % length), None)
     if split is None:
-        return None
+        return
     where = f" on each of {tp} ranks" if tp > 1 else ""
     why = f"{split[0]} has {split[1]} outputs{where}, no multiple of {length}, and is fused"
-    fix = _FIX if tp == 1 else _RANKS_FIX
-    if engine == "sglang" or not is_autofp8:
-        return Finding(status=Status.REFUSED, why=why, fix=fix)
-    # vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)
-    why = f"{why}: it stops, or rows get the scales of other blocks"
-    return Finding(status=Status.MISREAD, why=why, fix=fix)
+    fix, status = _FIX if tp == 1 else _RANKS_FIX, Status.REFUSED
+    if is_autofp8 and not is_sglang:
+        # vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)
+        why, status = f"{why}: it stops, or rows get the scales of other blocks", Status.MISREAD
+    yield Finding(status=status, why=why, fix=fix)
 
 
 def _judge_expert(
@@ -227,9 +227,3 @@ def _split_mixer(config: Mapping[str, object], linear: StoredLinear) -> list[tup
         return []
     sizes = (inner // 2, inner // 2, groups * states, groups * states, heads)
     return [(linear.module, size) for size in sizes]
-
-
-def _count_rows(linear: Linear, place: int, tp: int) -> int:
-    """Count the outputs of a part of a linear on a rank."""
-    part = linear.parts[place]
-    return part.unit * len(rank_range(part.count, tp, 0))
