@@ -139,12 +139,11 @@ def _refuse_other(path: Path) -> None:
         from fp8calib.formats.read import refuse_result
 
         raise refuse_result(path)
-    elif is_stats_file(path):
-        hint = f"name what {spell_export(path)} writes"
-        raise ModelError(f"{path}: statistics, not scales", hint=hint)
-    elif path.suffix not in SCALES_SUFFIXES or not path.is_file():
+    elif is_stats_file(path) or path.suffix not in SCALES_SUFFIXES or not path.is_file():
         hint = "name a checkpoint folder, or a file of scales"
-        if path.suffix == ".gguf":
+        if is_stats_file(path):
+            hint = f"name what {spell_export(path)} writes"
+        elif path.suffix == ".gguf":
             hint = GGUF_HINT
         raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
 

@@ -234,11 +234,6 @@ def plan_text(
         UsageError: the length is above the model's maximum, or a data spec is invalid.
         DataError: the data cannot be read.
     """
-    if tokenizer is not None and not callable(tokenizer):
-        raise UsageError(
-            f"tokenizer: {type(tokenizer).__name__} is not a tokenizer",
-            hint="pass what AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained returns",
-        )
     longest = source.max_positions
     length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     if longest is not None and length > longest:

@@ -48,17 +48,8 @@ def split_names(values: str | Sequence[str] | None) -> list[str] | None:
     if values is None:
         return None
     values = [values] if isinstance(values, str) else values
-    names = [name.strip() for value in values for name in value.split(",")]
-    if not any(names):
-        raise UsageError("--format: no name given")
-    return list(dict.fromkeys(name for name in names if name))
-
-
-def _check_rule(text: str) -> None:
-    try:
-        parse_rule(text)
-    except UsageError as error:
-        raise UsageError(f"--rule: {error.message}", hint=error.hint) from error
+    names = (name.strip() for value in values for name in value.split(","))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 DATA = Option(
@@ -112,7 +103,7 @@ SEED = Option("--seed S", "Seed for mixing weighted data specs.", key="data.seed
 RULE = Option(
     "--rule amax|percentile:P|mse|headroom:H|1.0",
     "Rule for scales; default amax. mse: least squared error; headroom:H: H times amax.",
-    check=_check_rule,
+    check=parse_rule,
     key="scales.rule",
     key_default=AMAX,
 )

@@ -51,18 +51,12 @@ def _list_dialects() -> Iterator[str]:
 
 
 def _read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
-    """Read the names of schemes by pattern.
-
-    Raises:
-        UsageError: a scheme or a pattern is missing, or a pattern is given twice.
-    """
+    """Read the names of schemes by pattern; the last one of a pattern counts."""
     found: dict[str, str] = {}
     for text in texts:
         pattern, _, scheme = text.rpartition("=")
         if not pattern or not scheme:
             raise UsageError(f"--layer-scheme {text}: must be PATTERN=SCHEME")
-        if pattern in found:
-            raise UsageError(f"--layer-scheme {pattern}: is given twice")
         found[pattern] = scheme
     return found
 

@@ -23,7 +23,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticSerializationError
 
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.commands import options as keys
@@ -32,7 +31,15 @@ from fp8calib.commands.request import Option, list_options
 from fp8calib.commands.text_settings import Data, make_field
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
-from fp8calib.errors import RecipeError, UsageError, cut_list, join_or, shorten, suggest
+from fp8calib.errors import (
+    RecipeError,
+    UsageError,
+    cut_list,
+    first_line,
+    join_or,
+    shorten,
+    suggest,
+)
 from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
@@ -105,16 +112,6 @@ SchemeName = Annotated[str, AfterValidator(_require_scheme)]
 
 class Quantize(Frozen):
     """The FP8 checkpoint to write."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_rounding(cls, value: Any) -> Any:
-        """Accept recipes of 0.2, which say that weights are rounded to nearest."""
-        if not isinstance(value, dict) or "rounding" not in value:
-            return value
-        if value["rounding"] != "nearest":
-            raise ValueError("the key rounding was removed: `fp8calib gptq` rounds by GPTQ")
-        return {key: item for key, item in value.items() if key != "rounding"}
 
     scheme: SchemeName = Field(
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
@@ -214,15 +211,13 @@ def load_recipe(name_or_path: str) -> Recipe:
     """
     shipped = recipe_files()
     path = shipped.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
-        raise RecipeError(
-            f"{name_or_path} is neither a shipped recipe nor a file",
-            hint=f"shipped recipes: {', '.join(sorted(shipped))}",
-        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        raise RecipeError(
+            f"{name_or_path} is no shipped recipe, and cannot be read: {error}",
+            hint=f"shipped recipes: {', '.join(sorted(shipped))}",
+        ) from error
     return parse_recipe(text, where=name_or_path)
 
 
@@ -232,26 +227,19 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     Raises:
         RecipeError: the recipe is invalid; the message lists all faults.
     """
-    hint = "docs/reference.md explains every key"
     try:
         document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 -- a SafeLoader
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise RecipeError(f"{where} cannot be read as YAML: {error}") from error
-    if not isinstance(document, dict):
-        raise RecipeError(f"{where} is not a mapping of keys", hint=hint)
-    try:
         recipe = Recipe.model_validate(document)
-        recipe.model_dump_json()
-    except PydanticSerializationError as error:  # half a surrogate pair
-        raise RecipeError(f"{where}: cannot be written as UTF-8: {error}", hint=hint) from error
+        recipe.model_dump_json()  # fails at half a surrogate pair
     except ValidationError as error:
-        lines = [
+        faults = (
             f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {_explain(item)}"
             for item in error.errors()
-        ]
-        raise RecipeError(f"{where}: " + "; ".join(lines), hint=hint) from error
+        )
+        hint = "docs/reference.md explains every key"
+        raise RecipeError(f"{where}: {'; '.join(faults)}", hint=hint) from error
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
     return recipe
 
 
@@ -272,9 +260,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _locate(error: yaml.YAMLError) -> str:
+def _locate(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "it contains characters that YAML does not allow"
+    problem = getattr(error, "problem", None) or first_line(error)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
 

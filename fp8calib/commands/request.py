@@ -230,13 +230,9 @@ def as_function(
     signature = inspect.signature(kind)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> ResultT:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{name}() {error}") from None
-        for each in options:
-            each.check_bounds(given.get(each.name))
         made = kind(*args, **kwargs)
+        for each in options:
+            each.check_bounds(getattr(made, each.name))
         reporter = PythonReporter(getattr(made, "progress", None))
         result = run(made, reporter)
         if failure := getattr(result, "failure", ""):  # a command prints it as its error

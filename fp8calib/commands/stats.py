@@ -50,7 +50,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
 
         Args:
             granularity: one scale for K and one for V of a layer, or for each KV head.
-            tp: ranks. Above 1, a scale covers the heads of its rank.
+            tp: ranks. Above 1, a scale covers the heads of its rank; those of heads are the same.
             query: scales of q too; None: if q was observed and needs one in some layer.
             rule: `amax`, `percentile:P`, `mse`, `headroom:H` or `1.0`.
             fallback: what a tensor of zeros gets: `layer-max`, `one` or `refuse`.
@@ -65,11 +65,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         """
         if granularity not in ("tensor", "head"):
             raise UsageError(f"granularity {granularity!r}: must be tensor or head")
-        if granularity == "head" and tp != 1:
-            raise UsageError(
-                f"tp={tp}: scales per head are the same for every rank",
-                hint="leave tp out; a rank takes those of its heads",
-            )
+        tp = 1 if granularity == "head" else tp
         given = {"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype}
         options = validate(ScaleOptions, given)
         table = compute_kv_scales(

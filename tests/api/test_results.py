@@ -187,7 +187,5 @@ def test_a_model_in_memory_is_written_with_the_tokenizer_that_is_passed(
     done = fp8calib.export(stats, tmp_path / "d", formats=both, model=live, tokenizer=tokenizer)
     assert not [text for text in done.warnings if "no tokenizer is written" in text]
     assert "kv-overlay/tokenizer.json" in done.files
-    with pytest.raises(
-        TypeError, match=r"export\(\) got an unexpected keyword argument 'tokeniser'"
-    ):
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'tokeniser'"):
         fp8calib.export(stats, tmp_path / "e", formats=both, tokeniser=tokenizer)  # type: ignore[call-arg]
