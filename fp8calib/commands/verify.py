@@ -64,7 +64,7 @@ class VerifyRequest(TextOptions):
     )
     rules: Sequence[str] | None = option(
         "--rules NAME,...",
-        "KV rules to compare: amax,percentile:99.99,mse,headroom:2.",
+        "KV rules to try: amax,percentile:99.99,mse,headroom:2.",
         reads=str,
         collect=_split,
         check=parse_rule,
