@@ -25,7 +25,8 @@ from fp8calib.errors import (
 
 if TYPE_CHECKING:
     from fp8calib.commands.auto import AutoResult, auto
-    from fp8calib.commands.calibrate import CalibrateResult, calibrate
+    from fp8calib.commands.calibrate import CalibrateResult
+    from fp8calib.commands.calibrate_run import calibrate
     from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.dequantize import DequantizeResult, dequantize
     from fp8calib.commands.export import ExportResult, export

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.output import format_size
-from fp8calib.commands import calibrate, quantize
 from fp8calib.commands import options as shared
+from fp8calib.commands import quantize
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult
@@ -98,7 +98,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         ExportError: a checkpoint cannot be written.
     """
     with slow_imports():
-        from fp8calib.commands import model, suggest, verify_run
+        from fp8calib.commands import calibrate_run, model, suggest, verify_run
         from fp8calib.data.sources import split_data
         from fp8calib.verification.judge.decide import choose_smallest
         from fp8calib.verification.page.page import write_page
@@ -138,7 +138,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     reporter.say("\n".join([*(text.rows.describe() if text.rows else ()), next(numbered)]))
     common |= {"data": text.sequences[:cut], "samples": cut}
     asked = CalibrateRequest(**common, out=out, resume=request.resume)
-    made: Any = calibrate.run(asked, reporter)
+    made: Any = calibrate_run.run(asked, reporter)
     checks = {_OVERLAY: made.checked}
     sizes = {_SCALE_ONE: size, _OVERLAY: size}
     for name in schemes:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 
 from fp8calib.calibration.stats_header import BackOff
 from fp8calib.commands import options as shared
-from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.hashes import RunHashes
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
-from fp8calib.commands.request import Reporter, as_function, option, request_class
+from fp8calib.commands.request import option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
     Result,
-    RunPlan,
     WrittenCheck,
     describe_checks,
     list_top_level,
 )
 from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
-from fp8calib.formats.registry import list_written_dialects
-from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
 
@@ -161,34 +156,6 @@ class CalibrateResult(Result):
         return 0 if self.passed else ExportError.exit_code
 
 
-def run(
-    request: CalibrateRequest,
-    reporter: Reporter,
-    process_rank: ProcessRank = ALONE,
-    *,
-    make_engine: Callable[[Any, Any], Any] | None = None,
-) -> CalibrateResult | RunPlan | None:
-    """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
-
-    `make_engine` makes the `TextEngine` that runs the text in place of transformers, of a
-    `RunModel` and a `Recipe`.
-
-    A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
-    checkpoint that `save_pretrained` writes of it.
-
-    Raises:
-        UsageError: an option is invalid, or the folder is in use.
-        RecipeError: the recipe is invalid.
-        ModelError: the model cannot be read or run, or is quantized in a form that cannot be read.
-        DataError: the data cannot be read.
-        CalibrationError: the forward pass failed, or gave NaN or infinity.
-        ExportError: a format or the checkpoint of the recipe cannot be written.
-    """
-    with slow_imports():
-        from fp8calib.commands import calibrate_run
-    return calibrate_run.run(request, reporter, process_rank, make_engine)
-
-
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:
     """Describe what was measured, and the files."""
     if result.was_finished:
@@ -205,8 +172,16 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
     notable = list(_describe_amax(result.stats.amax_table()))
     if result.saturation is not None and result.sequences >= NUM_QUARTERS:
         notable.append(result.saturation.describe())
-    if result.expert_tokens:
-        notable.append(_describe_experts(result.expert_tokens))
+    if unreached := [
+        f"{path}.{expert}"
+        for path, tokens in result.expert_tokens.items()
+        for expert, count in enumerate(tokens)
+        if not count
+    ]:
+        notable.append(
+            f"{format_count(len(unreached), 'expert')} never reached (--fallback gives their "
+            f"scales): {cut_list(unreached)}"
+        )
     if notable:
         yield Answer("; ".join(notable))
     yield Answer(
@@ -220,13 +195,10 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
             "exist: `fp8calib export SHARDS --format kv-overlay --model MODEL --out DIR`"
         )
     yield from map(Answer, describe_checks(result.checked))
-    more = [f"fp8calib show {shlex.quote(str(result.out))}"]
-    overlays = (each.path() for each in list_written_dialects() if each.needs_model)
-    written = (path for path in overlays if any(f.startswith(f"{path}/") for f in result.files))
-    if result.out is not None and (overlay := next(written, None)):
-        more.append(f"fp8calib check {shlex.quote(str(result.out / overlay))}")
-        model, scales = request.spell_model(result.model), shlex.quote(str(result.out))
-        more.append(f"fp8calib verify {model} --scales {scales}")
+    scales = shlex.quote(str(result.out))
+    more = [f"fp8calib show {scales}"]
+    if any(name.startswith("kv-overlay") for name in result.files):
+        more.append(f"fp8calib verify {request.spell_model(result.model)} --scales {scales}")
     yield Answer(f"more: {'; '.join(more)}")
 
 
@@ -245,19 +217,3 @@ def _describe_amax(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"amax of layers: {', '.join(ranges)}"
     if clipping:
         yield f"above {E4M3FN.max:g}, which clips at scale 1.0: {', '.join(clipping)}"
-
-
-def _describe_experts(tokens: Mapping[str, Sequence[int]]) -> str:
-    """Say how many tokens reached experts, and which experts none reached."""
-    counts = [count for each in tokens.values() for count in each]
-    unreached = [
-        f"{path}.{i}" for path, each in tokens.items() for i, n in enumerate(each) if not n
-    ]
-    text = f"tokens per expert: {min(counts):,} to {max(counts):,}, median {median(counts):,.0f}"
-    if not unreached:
-        return text
-    names = cut_list(unreached)
-    return f"{text}, {len(unreached)} never reached (--fallback gives their scales): {names}"
-
-
-calibrate = as_function("calibrate", CalibrateRequest, run)

@@ -52,7 +52,7 @@ from fp8calib.commands.recipe import (
     decide_query,
     load_recipe,
 )
-from fp8calib.commands.request import Reporter
+from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
@@ -67,7 +67,7 @@ from fp8calib.formats.write import (
     check_overlay_source,
     check_replaced,
 )
-from fp8calib.machine import ProcessRank
+from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.model.device import choose_rank_device
 from fp8calib.model.load import load_tokenizer
 from fp8calib.numerics.formats import FP8_FORMATS
@@ -79,10 +79,25 @@ if TYPE_CHECKING:  # most recipes quantize nothing
 def run(
     request: CalibrateRequest,
     reporter: Reporter,
-    process_rank: ProcessRank,
-    make_engine: Callable[[RunModel, Recipe], TextEngine] | None,
+    process_rank: ProcessRank = ALONE,
+    *,
+    make_engine: Callable[[RunModel, Recipe], TextEngine] | None = None,
 ) -> CalibrateResult | RunPlan | None:
-    """Calibrate a model: `calibrate.run`, which documents it."""
+    """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
+
+    `make_engine` makes what runs the text in place of transformers.
+
+    A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
+    checkpoint that `save_pretrained` writes of it.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        RecipeError: the recipe is invalid.
+        ModelError: the model cannot be read or run, or is quantized in a form that cannot be read.
+        DataError: the data cannot be read.
+        CalibrationError: the forward pass failed, or gave NaN or infinity.
+        ExportError: a format or the checkpoint of the recipe cannot be written.
+    """
     recipe, rows = apply_request(load_recipe(str(request.recipe)), request)
     if request.shard is not None or request.out is None:
         # nothing is written, or nothing that needs the statistics of all shards
@@ -399,3 +414,6 @@ def _make_result(
         data_hash=header.data_fingerprint,
         **written,
     )
+
+
+calibrate = as_function("calibrate", CalibrateRequest, run)

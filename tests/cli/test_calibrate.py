@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +245,7 @@ def test_tokens_per_expert_are_told_for_every_layer(mixtral: Path, tmp_path: Pat
         f"{path}.{expert}" for path in PATHS for expert in range(8) if not tokens[path][expert]
     ]
     assert unreached, "this model is to leave some experts alone"
-    counts = [count for path in PATHS for count in tokens[path]]
-    assert (
-        f"tokens per expert: {min(counts)} to {max(counts)}, median "
-        f"{statistics.median(counts):.0f}, {len(unreached)} never reached (--fallback gives"
-    ) in outcome.err
+    assert f"{len(unreached)} experts never reached (--fallback gives" in outcome.err
     assert unreached[0] in outcome.err
 
 

@@ -80,10 +80,11 @@ def run(
         Fp8CalibError: as `fp8calib.calibrate`.
     """
     with slow_imports():
+        from fp8calib.commands import calibrate_run
         from fp8calib.plugins.vllm.engine import check_options
     check_engine(request, process_rank)
     check_options(request.engine_option or {})
-    return core.run(request, reporter, make_engine=partial(_make_settings, request))
+    return calibrate_run.run(request, reporter, make_engine=partial(_make_settings, request))
 
 
 def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> None:
