@@ -215,7 +215,7 @@ def load_stats_file(
         path = path / STATS_NAME
     if not path.is_file():
         raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
-    metadata = read_header(path).metadata
+    _, metadata = read_header(path)
     if METADATA_KEY not in metadata:
         command = f"fp8calib extract-kv-scales --quantized-model {shlex.quote(str(path))}"
         hint = f"{_HINT}; `{command} --model MODEL --save-path DIR` converts scales"
@@ -250,7 +250,7 @@ def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> 
             count=math.prod(entry.shape),
             offset=entry.start,
         ).reshape(entry.shape)
-        for key, entry in read_header(path).tensors.items()
+        for key, entry in read_header(path)[0].items()
     }
     if envelope.digest != _digest(envelope, arrays, shard_text):
         raise ValueError("its digest does not match its contents")

@@ -40,7 +40,7 @@ def is_stats_file(path: Path) -> bool:
     from fp8calib.checkpoint.header import read_header  # noqa: PLC0415 -- the parser needs none
 
     try:
-        return METADATA_KEY in read_header(path).metadata
+        return METADATA_KEY in read_header(path)[1]
     except ModelError:
         return False
 

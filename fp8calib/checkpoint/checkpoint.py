@@ -110,8 +110,6 @@ class Checkpoint(TensorReader):
 
     def find_file(self, name: str) -> TensorFile:
         """Find the file that holds a tensor."""
-        if name not in self._files:
-            raise ModelError(f"{self.folder}: there is no tensor {name!r}")
         return self._files[name]
 
     def __contains__(self, name: object) -> bool:

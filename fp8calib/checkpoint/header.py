@@ -52,16 +52,11 @@ class TensorEntry:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class ShardHeader:
-    """The header of one safetensors file; tensors are in the order of their data."""
-
-    tensors: Mapping[str, TensorEntry]
-    metadata: Mapping[str, str]
-
-
-def read_header(path: Path) -> ShardHeader:
+def read_header(path: Path) -> tuple[Mapping[str, TensorEntry], Mapping[str, str]]:
     """Read and check the header of a safetensors file.
+
+    Returns:
+        The tensors, in the order of their data, and the metadata.
 
     Raises:
         ModelError: the file is missing, truncated, or not a valid safetensors file.
@@ -76,10 +71,11 @@ def read_header(path: Path) -> ShardHeader:
             _check(path, prefix)
             raw = file.read(int.from_bytes(prefix, "little"))
         document: Any = parse_unique_keys(raw.decode())
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: the header is not valid: {error}") from error
+    except (OSError, ValueError) as error:
+        why = f"the header is not valid: {error}"
+        if isinstance(error, OSError):
+            why = f"cannot be read: {error.strerror}"
+        raise ModelError(f"{path}: {why}") from error
     metadata = document.pop("__metadata__", None) or {}
     base = 8 + len(raw)
     entries = {}
@@ -97,26 +93,25 @@ def read_header(path: Path) -> ShardHeader:
         fault = "truncated" if end > size_bytes else "longer than its header says"
         message = f"{path}: {fault}: header says the file has {end} bytes, it has {size_bytes}"
         raise ModelError(message, hint=_TRUNCATED_HINT)
-    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
+    return MappingProxyType(tensors), MappingProxyType(metadata)
 
 
 def _check(path: Path, prefix: bytes) -> None:
     """Let safetensors check all but whether the file ends where its last tensor does."""
-    if prefix == _LFS_POINTER:
-        message = f"{path}: a Git LFS pointer, not the weights"
-        raise ModelError(message, hint="run `git lfs pull` in the folder")
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        why = str(error).removeprefix(_PREFIX)
+    fault, hint = "a Git LFS pointer, not the weights", "run `git lfs pull` in the folder"
+    if prefix != _LFS_POINTER:
+        try:
+            with safe_open(path, framework="numpy"):
+                return
+        except SafetensorError as error:
+            why = str(error).removeprefix(_PREFIX)
         if why == _ENDS_ELSEWHERE:
             return
+        fault, hint = f"not a safetensors file: {shorten(why)}", ""
         if why in _CUT:
-            size_bytes = path.stat().st_size
-            message = f"{path}: truncated: {size_bytes} bytes cannot hold its header"
-            raise ModelError(message, hint=_TRUNCATED_HINT) from error
-        raise ModelError(f"{path}: not a safetensors file: {shorten(why)}") from error
+            fault = f"truncated: {path.stat().st_size} bytes cannot hold its header"
+            hint = _TRUNCATED_HINT
+    raise ModelError(f"{path}: {fault}", hint=hint)
 
 
 def encode_header(document: Mapping[str, object]) -> bytes:

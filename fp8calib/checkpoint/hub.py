@@ -248,6 +248,7 @@ class RangedFile:
         start = piece.start * _BLOCK_BYTES
         stop = min(piece.stop * _BLOCK_BYTES, self._size_bytes)
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        data, why, hint = b"", "", ""
         try:
             with http_stream_backoff(
                 "GET",
@@ -260,28 +261,28 @@ class RangedFile:
                 sent = response.headers.get("Content-Range", "the whole file")
                 if sent != f"bytes {start}-{stop - 1}/{self._size_bytes}":
                     why = f"the hub, or a proxy, sent {shorten(sent)}, not a part of the file"
-                    raise self._fail(why)
-                try:
-                    data = response.read()
-                except HTTPError as error:  # one that the context manager would try again with
-                    raise self._fail(f"reading it from the hub failed: {error}") from error
-            if len(data) != stop - start:
-                raise self._fail(f"the hub sent {len(data)} bytes, not {stop - start}")
-            with self._path.open("r+b") as file:
-                file.seek(start)
-                file.write(data)
+                else:
+                    try:
+                        data = response.read()
+                    except HTTPError as error:  # one that the context manager would try again with
+                        why = f"reading it from the hub failed: {error}"
+            if not why and len(data) != stop - start:
+                why = f"the hub sent {len(data)} bytes, not {stop - start}"
+            if not why:
+                with self._path.open("r+b") as file:
+                    file.seek(start)
+                    file.write(data)
         except HTTPError as error:
             why, hint = _explain_failure(error)
-            raise self._fail(f"reading it from the hub failed: {why}", hint) from error
+            why = f"reading it from the hub failed: {why}"
         except OSError as error:  # of the disk
+            why = f"cannot be written: {error.strerror}"
             hint = "free some space, or name another folder by TMPDIR"
-            raise self._fail(f"cannot be written: {error.strerror}", hint) from error
+        if why:
+            hint = hint or f"`hf download {self._model}`, and pass the folder that it names"
+            self.failure = ModelError(f"{self._path}: {why}", hint=hint)
+            raise self.failure
         return len(data)
-
-    def _fail(self, why: str, hint: str = "") -> ModelError:
-        hint = hint or f"`hf download {self._model}`, and pass the folder that it names"
-        self.failure = ModelError(f"{self._path}: {why}", hint=hint)
-        return self.failure
 
 
 def find_ranged_file(path: Path) -> RangedFile | None:

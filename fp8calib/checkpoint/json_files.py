@@ -20,10 +20,8 @@ def load_json(path: Path, *, parse: Callable[[str], object] = json.loads) -> obj
         OSError: it cannot be read.
     """
     status = path.stat()
-    if stat.S_ISFIFO(status.st_mode):
-        raise ValueError("a pipe, not a file")
-    if status.st_size > MAX_JSON_BYTES:
-        raise ValueError("larger than 100 MB")
+    if stat.S_ISFIFO(status.st_mode) or status.st_size > MAX_JSON_BYTES:
+        raise ValueError("larger than 100 MB, or a pipe")
     try:
         return parse(path.read_bytes().decode())
     except RecursionError:
@@ -40,12 +38,11 @@ def load_json_object(
     """
     try:
         document = load_json(path, parse=parse)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(
-            f"{path}: cannot be read as JSON: {error}", hint="the file may be truncated"
-        ) from error
+    except (OSError, ValueError) as error:
+        fault, hint = f"cannot be read as JSON: {error}", "the file may be truncated"
+        if isinstance(error, OSError):
+            fault, hint = f"cannot be read: {error.strerror}", ""
+        raise ModelError(f"{path}: {fault}", hint=hint) from error
     if not isinstance(document, dict):
         raise ModelError(f"{path}: not a JSON object")
     return document

@@ -44,16 +44,15 @@ def may_be_on_hub(path: Path) -> bool:
 
 
 def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
-    """Refuse a path that does not exist."""
+    """Refuse a path that does not exist, or cannot be looked up."""
+    why = "no such file or folder"
     try:
-        exists = path.exists()
+        if path.exists():
+            return
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        message = f"{option} {shorten(str(path))}: cannot be read: {why}".strip()
-        raise UsageError(message) from error
-    if not exists:
-        hint = f"{suggest_path(path)}{hint}".strip()
-        raise UsageError(f"{option} {path}: no such file or folder".strip(), hint=hint)
+        why = f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+    message = f"{option} {shorten(str(path))}: {why}".strip()
+    raise UsageError(message, hint=f"{suggest_path(path)}{hint}".strip())
 
 
 def suggest_path(path: Path, *, of_folders: bool = False) -> str:

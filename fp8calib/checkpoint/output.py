@@ -113,21 +113,17 @@ def _prepare(
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         known = None  # a new run, or one that died before the file was complete
     if any(staging.iterdir()):
+        fault, hint = "", "use the options of that run; to start again, remove the folder"
         if not progress.is_file():
-            raise UsageError(
-                f"{staging}: the folder is not empty, and was not made by an interrupted run",
-                hint="move it away, or name another output folder",
-            )
-        if resume and known not in (None, tag):
-            raise UsageError(
-                f"{staging}: the interrupted run had another model or other options",
-                hint="use the options of that run; to start again, remove the folder",
-            )
-        if not resume and not force and _has_progress(staging):
-            raise UsageError(
-                f"{staging}: an interrupted run is kept here",
-                hint="add --resume to continue it; to start again, remove the folder",
-            )
+            fault = "the folder is not empty, and was not made by an interrupted run"
+            hint = "move it away, or name another output folder"
+        elif resume and known not in (None, tag):
+            fault = "the interrupted run had another model or other options"
+        elif not resume and not force and _has_progress(staging):
+            fault = "an interrupted run is kept here"
+            hint = "add --resume to continue it; to start again, remove the folder"
+        if fault:
+            raise UsageError(f"{staging}: {fault}", hint=hint)
         if resume:
             on_old(staging)
         else:
@@ -242,31 +238,33 @@ def check_output(
         UsageError: the folder is not empty, or cannot be created, replaced or written.
     """
     try:
-        target = path.resolve()
-        for source in inputs:
-            if source.resolve().is_relative_to(target):
-                message = f"{path}: the output would replace {source}, which is an input"
-                raise UsageError(message, hint="name another folder")
-        if target.exists() and not target.is_dir():
-            raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
-        if target.exists():
-            names = {entry.name for entry in path.iterdir()}
-            strange = {name for name in names - owned if not is_result(path / name)}
-            refuse_unknown_entries(path, strange)
-            if names and not force:
-                message = f"{path}: the folder is not empty"
-                hint = "use --force to replace its files, or another folder"
-                raise UsageError(message, hint=hint)
-            _refuse_unwritable(target, path)
-        if target.is_mount() or Path.cwd().is_relative_to(target):
-            raise UsageError(
-                f"{path}: a mount point or the working directory, which a whole folder cannot "
-                "replace",
-                hint=f"name a folder in it, such as {path / 'out'}",
-            )
-        _refuse_unwritable(_find_existing(target.parent), path)
+        for fault, hint in _list_faults(path, owned, force, inputs):
+            raise UsageError(f"{path}: {fault}", hint=hint)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
+
+
+def _list_faults(
+    path: Path, owned: frozenset[str], force: bool, inputs: Collection[Path]
+) -> Iterator[tuple[str, str]]:
+    """List why a path cannot be an output folder, each with a hint."""
+    target, other = path.resolve(), "name another folder"
+    for source in inputs:
+        if source.resolve().is_relative_to(target):
+            yield f"the output would replace {source}, which is an input", other
+    if target.exists() and not target.is_dir():
+        yield "a file, not a folder", other
+    elif target.exists():
+        names = {entry.name for entry in path.iterdir()}
+        strange = {name for name in names - owned if not is_result(path / name)}
+        refuse_unknown_entries(path, strange)
+        if names and not force:
+            yield "the folder is not empty", "use --force to replace its files, or another folder"
+        yield from _list_unwritable(target)
+    if target.is_mount() or Path.cwd().is_relative_to(target):
+        fault = "a mount point or the working directory, which a whole folder cannot replace"
+        yield fault, f"name a folder in it, such as {path / 'out'}"
+    yield from _list_unwritable(_find_existing(target.parent))
 
 
 def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
@@ -277,26 +275,28 @@ def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
         raise UsageError(message, hint="name another folder")
 
 
+def _list_unwritable(folder: Path) -> Iterator[tuple[str, str]]:
+    if not folder.is_dir():
+        yield f"{folder} is not a folder", "name another path"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield f"{folder} cannot be written", "name another path"
+
+
 def check_output_file(path: Path, *, force: bool = True) -> None:
     """Refuse a path that `write_file_atomic` could not write; write nothing.
 
     Without `force`, a file that exists is refused too.
     """
     try:
+        faults = [*_list_unwritable(_find_existing(path.resolve().parent))]
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
-        if path.exists() and not force:
-            raise UsageError(f"{path}: exists", hint="use --force to replace it, or move it")
-        _refuse_unwritable(_find_existing(path.resolve().parent), path)
+            faults.insert(0, ("exists, and is not a regular file", "name another file"))
+        elif path.exists() and not force:
+            faults.insert(0, ("exists", "use --force to replace it, or move it"))
+        for fault, hint in faults:
+            raise UsageError(f"{path}: {fault}", hint=hint)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output file: {error}") from error
-
-
-def _refuse_unwritable(folder: Path, path: Path) -> None:
-    if not folder.is_dir():
-        raise UsageError(f"{path}: {folder} is not a folder", hint="name another path")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: {folder} cannot be written", hint="name another path")
 
 
 def write_file_atomic(path: Path, data: bytes) -> None:
@@ -359,15 +359,15 @@ def explained(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        message = f"{path}: cannot be written: {error.strerror or error}{where}"
+        message, hint = f"{path}: cannot be written: {error.strerror or error}{where}", ""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ExportError(message, hint="nothing was written") from error
-        if needed_bytes:
+            hint = "nothing was written"
+        elif needed_bytes:
             message += f"; more than {format_size(needed_bytes)} are needed"
             with suppress(OSError):
                 free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
                 message += f", {format_size(free_bytes)} are free"
-        raise ExportError(message, hint=_OTHER_DISK_HINT) from error
+        raise ExportError(message, hint=hint or _OTHER_DISK_HINT) from error
 
 
 def _find_existing(path: Path) -> Path:

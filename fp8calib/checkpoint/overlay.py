@@ -241,7 +241,7 @@ def _copy_without(source: TensorFile, target: Path, without: Collection[str]) ->
     """Copy a safetensors file without some tensors."""
     kept = {name: entry for name, entry in source.tensors.items() if name not in without}
     require_free_space(target.parent, sum(entry.size_bytes for entry in kept.values()))
-    metadata = source.header.metadata
+    metadata = source.metadata
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
     for name, entry in kept.items():

@@ -77,8 +77,6 @@ class TensorReader(ABC):
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension."""
         entry, dtype = self._entry(name), self.dtype(name)
-        if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
-            raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
         if (made := self.make_rows(name, slice(start, stop))) is not None:
             return made
         row_bytes = entry.size_bytes // max(entry.shape[0], 1)
@@ -158,8 +156,7 @@ class TensorFile(TensorReader):
 
     def __init__(self, path: Path) -> None:
         self.path = self.place = path
-        self.header = read_header(path)
-        self.tensors = self.header.tensors
+        self.tensors, self.metadata = read_header(path)
         self._file: io.FileIO | None = None
         self._lock = threading.Lock()
 

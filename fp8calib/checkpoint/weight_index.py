@@ -62,17 +62,19 @@ def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
 def read_index(path: Path) -> WeightIndex:
     """Read and check an index, except that its files exist."""
     document = load_json_object(path, parse=parse_unique_keys)
-    weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{path}: there is no weight_map, which maps tensors to files")
-    for name, file_name in weight_map.items():
-        # A plain name: shards are in the folder itself, never outside it.
-        is_shard = isinstance(file_name, str) and _SHARD_NAME.fullmatch(file_name)
-        if not is_shard:
-            message = f"{path}: the tensor {name!a:.200} is mapped to {file_name!a:.200}"
-            raise ModelError(message, hint="a shard is a *.safetensors file in the same folder")
+    weight_map, metadata = document.get("weight_map"), document.get("metadata")
+    names: Mapping[str, object] = weight_map if isinstance(weight_map, dict) else {}
+    # A plain name: shards are in the folder itself, never outside it.
+    shards = {n: f for n, f in names.items() if isinstance(f, str) and _SHARD_NAME.fullmatch(f)}
+    wrong = next((name for name in names if name not in shards), None)
+    if not names or wrong is not None:
+        fault = f"weight_map is {weight_map!a:.60}"
+        if wrong is not None:
+            fault = f"the tensor {wrong!a:.200} is mapped to {names[wrong]!a:.200}"
+        hint = "weight_map gives for each tensor a *.safetensors file in the same folder"
+        raise ModelError(f"{path}: {fault}", hint=hint)
     metadata = metadata if isinstance(metadata, dict) else {}
-    return WeightIndex(path, MappingProxyType(weight_map), MappingProxyType(metadata))
+    return WeightIndex(path, MappingProxyType(shards), MappingProxyType(metadata))
 
 
 def lacks_weights(folder: Path) -> bool:

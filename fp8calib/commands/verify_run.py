@@ -228,10 +228,10 @@ def _check_outputs(request: VerifyRequest) -> None:
 def _is_dump(path: Path) -> bool:
     """Whether a file is one that --dump wrote."""
     try:
-        header = read_header(path)
+        tensors, metadata = read_header(path)
     except ModelError:
         return False
-    return "reference" in header.tensors and "data" in header.metadata
+    return "reference" in tensors and "data" in metadata
 
 
 def _list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:

@@ -140,7 +140,7 @@ def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin |
     Raises:
         ModelError: the record is damaged, or the files record several models.
     """
-    recorded = (_read_origin(file.path, file.header.metadata) for file in dict.fromkeys(files))
+    recorded = (_read_origin(file.path, file.metadata) for file in dict.fromkeys(files))
     named = [found for found in recorded if found is not None]
     if len({found.model for found in named}) > 1:
         raise refusal(
@@ -158,7 +158,7 @@ def read_file_origin(path: Path) -> CalibrationOrigin | None:
         ModelError: the record is damaged, or a file of tensors cannot be read.
     """
     if path.suffix == ".safetensors":
-        return _read_origin(path, read_header(path).metadata)
+        return _read_origin(path, read_header(path)[1])
     try:
         document = load_json(path) if path.suffix == ".json" else None
     except (OSError, ValueError, RecursionError):

@@ -234,9 +234,9 @@ def _no_scales(files: ScaleFiles) -> ModelError:
     if files.place.is_file() and is_result(files.place):
         return refuse_result(files.place)
     opened = [read_header(path) for path in files.tensor_names if path.suffix == ".safetensors"]
-    if any(METADATA_KEY in header.metadata for header in opened):
+    if any(METADATA_KEY in metadata for _, metadata in opened):
         hint = f"these are statistics: {spell_export(files.place)} makes scales from them"
-    elif any(header.tensors for header in opened):
+    elif any(tensors for tensors, _ in opened):
         hint = "there are only weights; `fp8calib calibrate MODEL --out DIR` makes scales"
     else:
         hint = "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`"

@@ -21,9 +21,9 @@ from fp8calib.calibration.origin import (
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.status import Status
@@ -217,8 +217,8 @@ def _open_stats(
         has_query = bool(stats.list_unfit_queries())
         overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
         if has_query and overlay is not None and overlay.is_dir():
-            headers = map(read_header, overlay.glob("*.safetensors"))
-            has_query = any(key.endswith(".q_scale") for each in headers for key in each.tensors)
+            files = map(TensorFile, overlay.glob("*.safetensors"))
+            has_query = any(key.endswith(".q_scale") for each in files for key in each.tensors)
         table = compute_kv_scales(stats, target.fmt, query=has_query)
         made = build_kv_candidate(name, table, target.numerics, origin="statistics, amax")
     return replace(made, stats=stats, origin=stats.origin)

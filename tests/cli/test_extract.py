@@ -324,7 +324,7 @@ def test_statistics_without_hashes_are_refused(
     path = tmp_path / "old" / "stats.safetensors"
     path.parent.mkdir()
     save_stats(replace(stats, header=header), path)
-    assert "unquantized" not in TensorFile(path).header.metadata["fp8calib"]
+    assert "unquantized" not in TensorFile(path).metadata["fp8calib"]
     text = refused(4, child, stats=path)
     assert "no hashes of norms and embeddings are recorded" in text
 

@@ -162,7 +162,7 @@ def open_folder(path: Path) -> ScaleFolder:
             with TensorFile(path / file) as opened:
                 scales[file] = _read_scales(opened)
                 tensors[file] = opened.tensors
-                recorded[file] = opened.header.metadata.get(DTYPE_KEY, "")
+                recorded[file] = opened.metadata.get(DTYPE_KEY, "")
         except ModelError as error:
             faults[file] = error.message
     return ScaleFolder(

@@ -267,7 +267,7 @@ class _OpenFile(nullcontext["_OpenFile"]):
     def __init__(self, path: Path) -> None:
         super().__init__(self)
         with TensorFile(path) as file:
-            self._tensors, self._metadata = file.tensors, file.header.metadata
+            self._tensors, self._metadata = file.tensors, file.metadata
         self.read: set[str] = set()
 
     def metadata(self) -> Mapping[str, str] | None:

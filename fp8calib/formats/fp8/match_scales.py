@@ -55,7 +55,7 @@ def is_fp8_checkpoint(folder: Path) -> bool:
         names = find_weights(folder)[0]
     except ModelError:
         names = tuple(path.name for path in sorted(folder.glob("*.safetensors")))
-    return any(_list_weights(read_header(folder / name).tensors) for name in names)
+    return any(_list_weights(read_header(folder / name)[0]) for name in names)
 
 
 def pair_tensors(

@@ -122,7 +122,7 @@ def _find_format(
     """Find the format that the config or the files name."""
     named = {configured} - {None}
     for file in files:
-        if (dtype := file.header.metadata.get(DTYPE_KEY)) is not None:
+        if (dtype := file.metadata.get(DTYPE_KEY)) is not None:
             named.add(find_format(file.path, DTYPE_KEY, dtype))
     if len(named) > 1:
         names = cut_list(sorted(fmt.name for fmt in named if fmt))

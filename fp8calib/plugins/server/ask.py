@@ -202,7 +202,7 @@ def gather_alone(plan: DataPlan, dump: Path | None) -> ServerEvidence:
 def _read_dump(path: Path, plan: DataPlan) -> dict[str, torch.Tensor]:
     with TensorFile(path) as file:
         found = {name: file.read(name) for name in file.tensors}
-        metadata = file.header.metadata
+        metadata = file.metadata
     if "reference" not in found:
         raise DataError(
             f"{path}: holds no reference",
