@@ -68,7 +68,7 @@ def read_index(path: Path) -> WeightIndex:
     shards = {n: f for n, f in names.items() if isinstance(f, str) and _SHARD_NAME.fullmatch(f)}
     wrong = next((name for name in names if name not in shards), None)
     if not names or wrong is not None:
-        fault = f"weight_map is {weight_map!a:.60}"
+        fault = "there is no weight_map"
         if wrong is not None:
             fault = f"the tensor {wrong!a:.200} is mapped to {names[wrong]!a:.200}"
         hint = "weight_map gives for each tensor a *.safetensors file in the same folder"

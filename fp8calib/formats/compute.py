@@ -17,14 +17,14 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.errors import ExportError, RecipeError
+from fp8calib.errors import ExportError
 from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing
 from fp8calib.formats.write import check_export, write_table
 from fp8calib.model.geometry import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
-from fp8calib.model.module_paths import matches_pattern
+from fp8calib.model.module_paths import match_names
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
 from fp8calib.numerics.encode import scale_of
@@ -40,17 +40,12 @@ def find_site_rules(rules: Mapping[str, Rule], geometry: ModelGeometry) -> dict[
     Raises:
         RecipeError: a pattern matches no K or V, or is not a valid regular expression.
     """
-    sites = [attention.site(role) for _, attention in geometry.attentions() for role in KV_ROLES]
+    attentions = [attention for _, attention in geometry.attentions()]
+    sites = {str(each.site(role)): each.site(role) for each in attentions for role in KV_ROLES}
     found: dict[Site, Rule] = {}
     for pattern, rule in rules.items():
-        try:
-            matched = [site for site in sites if matches_pattern(pattern, str(site))]
-        except ValueError as error:
-            raise RecipeError(f"scales.rules: {pattern!r} is {error}") from error
-        if not matched:
-            hint = f"they look like {sites[0]}" if sites else ""
-            raise RecipeError(f"scales.rules: {pattern!r} matches no K or V", hint=hint)
-        found = dict.fromkeys(matched, rule) | found
+        matched = match_names(pattern, list(sites), "scales.rules")
+        found = dict.fromkeys((sites[name] for name in matched), rule) | found
     return found
 
 

@@ -35,13 +35,11 @@ def choose_device(name: str) -> str:
     if name == "cpu":
         return name
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if found is None:
-        raise UsageError(f"--device {name}: not auto, cpu, cuda or cuda:N")
-    count, index = torch.cuda.device_count(), int(found.group(1) or 0)
-    if index >= count:
-        raise UsageError(
-            f"--device {name}: this machine has {count} CUDA devices", hint="use --device cpu"
-        )
+    count, index = torch.cuda.device_count(), int((found and found[1]) or 0)
+    if found is None or index >= count:
+        has = f"this machine has {count} CUDA devices"
+        fault = "not auto, cpu, cuda or cuda:N" if found is None else has
+        raise UsageError(f"--device {name}: {fault}", hint="use --device cpu")
     return f"cuda:{index}"
 
 

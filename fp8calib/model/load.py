@@ -261,7 +261,8 @@ def load_processor(source: ModelSource) -> Any:
         UsageError: it needs a package that is not installed.
     """
     folder, cause = source.folder, None
-    what = f"{folder}: the processor of its media"
+    fault = f"{folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})"
+    hint, what = "copy the files that the model was published with", "the processor of its media"
     try:
         processor = AutoProcessor.from_pretrained(
             folder, trust_remote_code=source.trust_remote_code
@@ -270,21 +271,15 @@ def load_processor(source: ModelSource) -> Any:
             return processor
     except ImportError as error:
         raise UsageError(
-            f"{what} needs a package that is not installed: {_explain_load_error(error)}",
+            f"{folder}: {what} needs a package that is not installed: {_explain_load_error(error)}",
             hint='pip install "fp8calib[images,audio]", or the package that it names',
         ) from error
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- raised below
         cause = error
         if any((folder / name).is_file() for name in _PROCESSOR_FILES):
-            asks = "trust_remote_code" in str(error)
-            raise ModelError(
-                f"{what} cannot be loaded: {_explain_load_error(error)}",
-                hint=_TRUST if asks else "copy the files again that the model was published with",
-            ) from error
-    raise ModelError(
-        f"{folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
-        hint="copy the files that the model was published with",
-    ) from cause
+            fault = f"{folder}: {what} cannot be loaded: {_explain_load_error(error)}"
+            hint = _TRUST if "trust_remote_code" in str(error) else hint
+    raise ModelError(fault, hint=hint) from cause
 
 
 def load_model(
@@ -323,17 +318,15 @@ def load_model(
             ignore_mismatched_sizes=True,  # these raise an error below
             **options,
         )
-    except torch.OutOfMemoryError as error:
-        raise CalibrationError(
-            f"out of memory while loading {source.folder}",
-            hint="use --device-map auto, --dtype bfloat16, or --device cpu",
-        ) from error
     except Exception as error:
-        if device_map is not None and "offload_folder" in str(error):
-            raise CalibrationError(
-                f"{source.folder}: the model fits neither the GPUs nor this machine's memory",
-                hint="leave out --device-map: the model is then streamed layer by layer",
-            ) from error
+        hint = ""
+        if isinstance(error, torch.OutOfMemoryError):
+            hint = "use --device-map auto, --dtype bfloat16, or --device cpu"
+        elif device_map is not None and "offload_folder" in str(error):
+            hint = "leave out --device-map: the model is then streamed layer by layer"
+        if hint:
+            what = f"{source.folder}: out of memory while loading the model"
+            raise CalibrationError(what, hint=hint) from error
         raise ModelError(
             f"{source.folder}: transformers cannot load the model: {_explain_load_error(error)}"
         ) from error

@@ -43,21 +43,20 @@ def matches_pattern(pattern: str, *paths: str) -> bool:
     return matches_expression(pattern.removeprefix("re:"), *paths, is_whole=True)
 
 
-def match_modules(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[str]:
-    """Find the modules that match any of the patterns of `observe.ignore`."""
-    matched: set[str] = set()
-    for pattern in patterns:
-        try:
-            found = [module for module in modules if matches_pattern(pattern, module)]
-        except ValueError as error:
-            raise RecipeError(f"observe.ignore: {pattern!r} is {error}") from error
-        if not found:
-            raise RecipeError(
-                f"observe.ignore: {pattern!r} matches no module of the model",
-                hint=f"modules look like {modules[0]}",
-            )
-        matched.update(found)
-    return frozenset(matched)
+def match_names(pattern: str, names: Sequence[str], key: str) -> list[str]:
+    """Find the names that a pattern of a recipe, under `key`, matches.
+
+    Raises:
+        RecipeError: it matches none, or is not a valid regular expression.
+    """
+    try:
+        found, why = [name for name in names if matches_pattern(pattern, name)], "matches nothing"
+    except ValueError as error:
+        found, why = [], f"is {error}"
+    if not found:
+        hint = f"it has to match names such as {names[0]}" if names else ""
+        raise RecipeError(f"{key}: {pattern!r} {why}", hint=hint)
+    return found
 
 
 def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:

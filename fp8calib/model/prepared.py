@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
 from fp8calib.checkpoint.header import INTEGERS
 from fp8calib.errors import ModelError, cut_list
 from fp8calib.model.geometry import ModelGeometry, Role, Site
-from fp8calib.model.module_paths import group_by_pattern, list_paths, match_modules
+from fp8calib.model.module_paths import group_by_pattern, list_paths, match_names
 from fp8calib.model.topology import (
     find_geometry,
     find_text_decoder,
@@ -64,7 +64,9 @@ def prepare(
         geometry=geometry,
         unobserved=unobserved,
         weights=weights,
-        ignored=match_modules(ignore, names),
+        ignored=frozenset(
+            name for pattern in ignore for name in match_names(pattern, names, "observe.ignore")
+        ),
     )
 
 

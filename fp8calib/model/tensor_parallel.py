@@ -24,22 +24,15 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
     It must divide the attention heads, and divide the KV heads or be a multiple of them. Every rank
     caches the whole latent of latent attention, so that has no KV heads to divide.
     """
-    if not isinstance(tp, int) or tp < 1:
-        raise UsageError(f"--tp {tp!r}: the tensor-parallel degree is a whole number from 1 up")
     for layer, attention in geometry.attentions():
-        if attention.num_heads % tp:
-            raise UsageError(
-                f"--tp {tp} does not divide the {attention.num_heads} attention heads of layer "
-                f"{layer.index}",
-                hint=f"use a divisor of {attention.num_heads}",
-            )
-        kv = attention.num_kv_heads
-        if attention.kind == "heads" and kv % tp and tp % kv:
-            raise UsageError(
-                f"--tp {tp} and the {kv} KV heads of layer {layer.index}: neither divides the "
-                "other",
-                hint="use a degree that divides the KV heads, or a multiple of their number",
-            )
+        heads, kv, fault = attention.num_heads, attention.num_kv_heads, ""
+        if heads % tp:
+            fault = f"does not divide the {heads} attention heads of layer {layer.index}"
+        elif attention.kind == "heads" and kv % tp and tp % kv:
+            fault = f"and the {kv} KV heads of layer {layer.index}: neither divides the other"
+        if fault:
+            hint = f"use a divisor of {heads}, which divides the KV heads or is a multiple of them"
+            raise UsageError(f"--tp {tp} {fault}", hint=hint)
 
 
 def check_linears(geometry: ModelGeometry, tp: int, *, of_stats: bool = True) -> None:

@@ -64,11 +64,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Find the module that computes the last hidden state from tokens, with its path.
-
-    Raises:
-        ModelError: `get_decoder` gives none of the model's modules.
-    """
+    """Find the module that computes the last hidden state from tokens, with its path."""
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):  # modernbert-decoder's output layer has this name
         decoder = model.base_model
@@ -76,10 +72,7 @@ def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
         # Llama4ForCausalLM names itself, lm_head included, as its decoder
         inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
         decoder = inner[0] if len(inner) == 1 else decoder
-    for name, module in model.named_modules():
-        if module is decoder:
-            return name, module
-    raise ModelError(f"{type(model).__name__}: get_decoder() gives none of its modules")
+    return next((name, module) for name, module in model.named_modules() if module is decoder)
 
 
 def name_cache_argument(decoder: nn.Module) -> str:
@@ -195,22 +188,19 @@ class _Search:
                 and any(map(is_linear, module.children()))  # else a wrapper of attention and norms
             ):
                 found[name] = module
-        if found and layer_type not in CACHELESS_LAYER_TYPES:
-            if len(found) > 1:
-                raise ModelError(
-                    f"{where}: {len(found)} attention modules ({', '.join(found)}) where one was "
-                    "expected"
-                )
+        is_cached = bool(found) and layer_type not in CACHELESS_LAYER_TYPES
+        if is_cached and len(found) == 1:
             ((name, module),) = found.items()
             return self._describe_attention(index, f"{path}.{name}", module), name_class(module)
-        mixers += block.modules()  # now also by the family's name
-        for module in mixers:
+        mixers += [] if is_cached else block.modules()  # now also by the family's name
+        for module in [] if is_cached else mixers:
             if any(part in name_class(module).lower() for part in CACHELESS_MIXERS):
                 return None, name_class(module)
         if layer_type in CACHELESS_LAYER_TYPES:
             return None, str(layer_type)
+        what = f"{len(found)} attention modules ({', '.join(found)})" if found else "no attention"
         raise ModelError(
-            f"{where}: no attention found in it (looked for a module whose class name contains "
+            f"{where}: {what} found in it (looked for a module whose class name contains "
             "'Attention' and that has a layer_idx, or a known state-space mixer)"
         )
 
@@ -265,13 +255,12 @@ class _Search:
         if named is not None:
             return int(named)
         types = self._types or [None] * (index + 1)
-        for layer in reversed(self.layers):
-            owns = layer.attention is not None and layer.attention.producer is None
-            if owns and types[layer.index] == types[index]:
-                return layer.index
-        raise ModelError(
-            f"{type(module).__name__} (layer {index}) uses another layer's K/V, but no earlier "
-            f"layer of type {types[index]} caches them"
+        return next(  # every class with such a layer has one before it
+            layer.index
+            for layer in reversed(self.layers)
+            if layer.attention is not None
+            and layer.attention.producer is None
+            and types[layer.index] == types[index]
         )
 
     def _list_linears(
@@ -364,19 +353,18 @@ def _find_kv_heads(config: Any, module: nn.Module, num_heads: int) -> tuple[int,
         output = next((sizes[name][0] for name in _OUTPUTS if name in sizes), None)
         head_dim = (int(config.hidden_size) if output is None else output) // num_heads
     fused = next((name for name in FUSED_QKV if name in sizes), None)
+    num_kv_heads, v_head_dim = 0, head_dim
     if fused is not None:
         num_kv_heads = (sizes[fused][1] // head_dim - num_heads) // 2
-        v_head_dim = head_dim
     elif "k_proj" in sizes:
         num_kv_heads = sizes["k_proj"][1] // head_dim
         v_head_dim = sizes.get("v_proj", sizes["k_proj"])[1] // max(num_kv_heads, 1)
-    else:
+    if num_kv_heads < 1:
         raise ModelError(
             f"{type(module).__name__}: no K projection found (looked for k_proj or one of "
-            f"{', '.join(FUSED_QKV)}; it holds {', '.join(sizes) or 'no linear'})"
+            f"{', '.join(FUSED_QKV)} with heads of {head_dim}; it holds "
+            f"{', '.join(sizes) or 'no linear'})"
         )
-    if num_kv_heads < 1:
-        raise ModelError(f"{type(module).__name__}: cannot determine its KV heads from {sizes}")
     return num_kv_heads, head_dim, v_head_dim
 
 

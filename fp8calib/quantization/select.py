@@ -97,26 +97,28 @@ class Selection:
 
 def check_unquantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that is already quantized."""
+    for what in _list_quantized(checkpoint):
+        hint = "name the unquantized model it was made from"
+        if any(entry.dtype not in _PLAIN for entry in checkpoint.tensors.values()):
+            hint += (
+                f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
+                "writes; of int4 weights, export reads symmetric ones of compressed-tensors with "
+                "one scale per tensor"
+            )
+        fault = f"{checkpoint.folder}: the model is already quantized: {what}"
+        raise ModelError(fault, hint=hint)
+
+
+def _list_quantized(checkpoint: Checkpoint) -> Iterator[str]:
+    """List what shows that a checkpoint is quantized."""
     for key, section in find_quantization_configs(checkpoint.load_config()):
-        method = section.get("quant_method", "unknown")
-        raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {method!a:.40}")
+        yield f"{CONFIG_NAME} has a {key} of {section.get('quant_method', 'unknown')!a:.40}"
     for name, entry in checkpoint.tensors.items():
         is_integer_weight = entry.dtype in INTEGERS and name.endswith(SUFFIX)
         if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS or is_integer_weight:
-            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
+            yield f"{name} is stored in {entry.dtype}"
         if is_companion(name):
-            raise _quantized(checkpoint, f"{name} is a scale")
-
-
-def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
-    hint = "name the unquantized model it was made from"
-    if any(entry.dtype not in _PLAIN for entry in checkpoint.tensors.values()):
-        hint += (
-            f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
-            "writes; of int4 weights, export reads symmetric ones of compressed-tensors with one "
-            "scale per tensor"
-        )
-    return ModelError(f"{checkpoint.folder}: the model is already quantized: {what}", hint=hint)
+            yield f"{name} is a scale"
 
 
 def find_selection(

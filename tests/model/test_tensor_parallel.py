@@ -11,12 +11,6 @@ from fp8calib.model.tensor_parallel import (
 from tests.formats.handmade import expert_stats, make_attention, make_geometry
 
 
-@pytest.mark.parametrize("tp", [0, -1])
-def test_a_degree_is_positive(tp: int) -> None:
-    with pytest.raises(UsageError, match=f"--tp {tp}: "):
-        check_heads(make_geometry([]), tp)
-
-
 def test_a_latent_is_whole_on_every_rank() -> None:
     latent = make_attention(0, kind="latent", num_heads=6, num_kv_heads=4)
     check_heads(make_geometry([latent]), 3)

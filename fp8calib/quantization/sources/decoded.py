@@ -50,11 +50,11 @@ def decode_model(quantized: QuantizedModel, *, if_quantized: str) -> DecodedChec
     if decoded.form:
         return decoded
     is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
-    if is_plain and quantized.method == COMPRESSED_TENSORS.method:
-        what = "has KV scales, and its weights are not quantized"
-        raise ModelError(f"{checkpoint.folder} {what}", hint=if_quantized)
     what = f"is already quantized (quant_method {quantized.method})"
-    raise ModelError(f"{checkpoint.folder} {what}", hint=f"{if_quantized}; {_READ}")
+    hint = f"{if_quantized}; {_READ}"
+    if is_plain and quantized.method == COMPRESSED_TENSORS.method:
+        what, hint = "has KV scales, and its weights are not quantized", if_quantized
+    raise ModelError(f"{checkpoint.folder} {what}", hint=hint)
 
 
 def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
@@ -67,16 +67,15 @@ def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
     """
     checkpoint = Checkpoint.open(folder)
     quantized = find_quantized(checkpoint)
-    if quantized is None:
-        raise ModelError(
-            f"{folder}: its weights are not quantized",
-            hint="there is nothing to dequantize: use the model as it is",
-        )
-    decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
-    if not decoded.form:
+    fault = "its weights are not quantized"
+    hint = "there is nothing to dequantize: use the model as it is"
+    if quantized is not None:
+        decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
+        if decoded.form:
+            return decoded
         fault = f"its weights cannot be dequantized (quant_method {quantized.method})"
-        raise ModelError(f"{folder}: {fault}", hint=_READ)
-    return decoded
+        hint = _READ
+    raise ModelError(f"{folder}: {fault}", hint=hint)
 
 
 class DecodedCheckpoint(Checkpoint):

@@ -74,16 +74,16 @@ class Int4Source(DecodedCheckpoint):
 
     def _read_scale(self, weight: StoredWeight) -> torch.Tensor:
         """Read the one scale of a weight: fp32 []."""
-        name = shorten(weight.scale or weight.parts[0])
+        found = self.stored.read(weight.scale).to(torch.float32) if weight.scale else torch.ones(0)
+        is_one = found.numel() == 1
+        is_scale = is_one and SMALLEST_SCALE <= float(found) <= _LARGEST_SCALE
+        if is_scale and not weight.zero_point:
+            return found.reshape(())
+        what = f"{float(found):.4g}" if is_one else str(list(found.shape))
         if not weight.scale or weight.zero_point:
-            kind = weight.form + (" with zero points" if weight.zero_point else "")
-            raise self._refusal(f"{name} belongs to {kind}, which is not symmetric int4")
-        found = self.stored.read(weight.scale).to(torch.float32)
-        if found.numel() != 1:
-            raise self._refusal(f"{name} is {list(found.shape)}, where one scale is expected")
-        if not SMALLEST_SCALE <= float(found) <= _LARGEST_SCALE:
-            raise self._refusal(f"{name}: {float(found):.4g} is not a scale")
-        return found.reshape(())
+            what = weight.form + (" with zero points" if weight.zero_point else "")
+        name = shorten(weight.scale or weight.parts[0])
+        raise self._refusal(f"{name} is {what}, where symmetric int4 with one scale is expected")
 
     def _refusal(self, fault: str) -> ModelError:
         hint = "name the unquantized model, or int4 weights with one scale per tensor"

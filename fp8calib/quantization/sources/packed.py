@@ -189,10 +189,10 @@ def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
     """Find stacked experts of gpt_oss, which are decoded as [experts, in, out]."""
     name = f"{stored.removesuffix(_BLOCKS)}_scales"
     blocks, scale = checkpoint.tensors[stored], checkpoint.tensors.get(name)
-    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != 16:
-        raise _unfit(checkpoint, stored, "gpt_oss's blocks of 16 bytes in uint8")
-    if scale is None or (scale.dtype, scale.shape) != ("U8", blocks.shape[:3]):
-        raise _unfit(checkpoint, name, f"scales in uint8 for blocks {list(blocks.shape)}")
+    is_blocks = blocks.dtype == "U8" and len(blocks.shape) == 4 and blocks.shape[3] == 16
+    if not is_blocks or scale is None or (scale.dtype, scale.shape) != ("U8", blocks.shape[:3]):
+        wanted = f"scales in uint8 for blocks {list(blocks.shape)} of gpt_oss, which have 16 bytes"
+        raise _unfit(checkpoint, name, wanted)
     experts, rows, groups, _ = blocks.shape
 
     def decode(start: int, stop: int) -> torch.Tensor:
@@ -280,11 +280,9 @@ def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
 
 
 def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    if name not in checkpoint.tensors:
-        raise _refusal(checkpoint, f"there is no {shorten(name)}")
-    sizes = checkpoint.read(name).flatten().tolist()
+    sizes = checkpoint.read(name).flatten().tolist() if name in checkpoint.tensors else []
     if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise _refusal(checkpoint, f"{shorten(name)} is not the two sizes of a weight")
+        raise _unfit(checkpoint, name, "the two sizes of a weight")
     return sizes[0], sizes[1]
 
 
