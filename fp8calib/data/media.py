@@ -112,18 +112,14 @@ def load_image(medium: Medium) -> Any:
 
         image = medium.value
         if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8:
-                raise TypeError(f"an array of pixels is uint8, found {image.dtype}")
             image = Image.fromarray(image)
         elif not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(read_bytes(medium)))
         image = ImageOps.exif_transpose(image)
-        if image.mode == "F":
-            raise TypeError("floating-point pixels")
-        if image.mode.startswith("I"):  # greys of 16 bits keep their high bytes
+        if image.mode[0] in "FI":  # greys of 16 bits keep their high bytes
             values = np.asarray(image)
-            if not 0 <= values.min() <= values.max() < 2**16:
-                raise TypeError("a grey that is no 16-bit integer")
+            if image.mode == "F" or not 0 <= values.min() <= values.max() < 2**16:
+                raise TypeError("a grey that is no integer of 8 or 16 bits")
             image = Image.fromarray((values >> 8).astype(np.uint8))
         if not image.has_transparency_data:
             return image.convert("RGB")

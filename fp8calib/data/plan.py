@@ -288,19 +288,15 @@ class RowEncoder:
         bad = next((index for index, token in enumerate(ids) if not 0 <= token <= last), None)
         if bad is None:
             return
+        what = f"input_ids holds {ids[bad]} at position {bad}"
+        hint = "tokenize the data with this model's tokenizer, or give rows with `text`"
         if row.input_ids is None:
-            raise DataError(
-                f"{row.origin}: the text gives token {ids[bad]} "
-                f"({shorten(self._tokenizer().decode([ids[bad]]))}), "
-                f"but the model's embedding has rows 0 to {last}",
-                hint="take it out of the text, use the tokenizer published with this model, or "
-                "resize the embedding",
-            )
-        raise DataError(
-            f"{row.origin}: input_ids holds {ids[bad]} at position {bad}, "
-            f"but the model's vocabulary is 0 to {last}",
-            hint="tokenize the data with this model's tokenizer, or give rows with `text`",
-        )
+            token = shorten(self._tokenizer().decode([ids[bad]]))
+            what = f"the text gives token {ids[bad]} ({token})"
+            hint = "take it out of the text, use the tokenizer published with this model, or "
+            hint += "resize the embedding"
+        message = f"{row.origin}: {what}, but the model's embedding has rows 0 to {last}"
+        raise DataError(message, hint=hint)
 
 
 def render_messages(
@@ -330,20 +326,20 @@ def render_messages(
     try:
         text = render(messages)
     except Exception as error:  # a template is a program that may raise anything
-        if not has_chat_template(tokenizer):
-            raise DataError(
-                f"{origin}: the row is a conversation, but the tokenizer has no chat template",
-                hint="use rows with `text`, or a chat model",
-            ) from error
-        names = tokenizer.chat_template  # of several, transformers chooses one of these two
-        default = "tool_use" if tools and "tool_use" in names else "default"
+        names = getattr(
+            tokenizer, "chat_template", None
+        )  # of several, transformers chooses one of these two
+        default = "tool_use" if tools and "tool_use" in (names or ()) else "default"
         is_named = isinstance(names, Mapping) and default not in names
-        if isinstance(error, TemplateSyntaxError) or is_named:
-            raise DataError(
-                f"the tokenizer's chat template cannot be used: {error}",
-                hint="use rows with `text`, or copy the chat template that the model was published "
-                "with",
-            ) from error
+        fault, hint = "", "use rows with `text`, or a chat model"
+        if not has_chat_template(tokenizer):
+            fault = f"{origin}: the row is a conversation, but the tokenizer has no chat template"
+        elif isinstance(error, TemplateSyntaxError) or is_named:
+            fault = f"the tokenizer's chat template cannot be used: {error}"
+            hint = "use rows with `text`, or copy the chat template that the model was published "
+            hint += "with"
+        if fault:
+            raise DataError(fault, hint=hint) from error
         raise RejectedRowError(
             f"{origin}: the chat template rejects the conversation ({error})",
             hint="check the order and names of the roles",

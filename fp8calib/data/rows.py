@@ -271,10 +271,7 @@ def _parse_messages(value: object, where: str, folder: Path) -> tuple[Message, .
         value = [
             dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)
         ]
-    messages = _expect(value, list, where, "a list of messages")
-    if not messages:
-        raise DataError(f"{where} is empty", hint="remove the row from the file")
-    places = enumerate(messages)
+    places = enumerate(_expect(value or None, list, where, "a list of messages"))
     return tuple(_parse_message(message, f"{where}[{i}]", folder) for i, message in places)
 
 
@@ -338,23 +335,21 @@ def _find_media(row: Mapping[str, Any], origin: str, folder: Path) -> dict[Modal
             continue
         if name in VIDEO_COLUMNS:
             raise refuse_video(f"{origin}: {name}")
-        kind = MEDIA_COLUMNS[name]
+        kind, fault = MEDIA_COLUMNS[name], ""
         if kind in media:
-            raise DataError(
-                f"{origin}: both {kind}s and {kind} hold media", hint="keep one of the columns"
-            )
+            fault = f"{origin}: both {kind}s and {kind} hold media"
         media[kind] = []
         for index, item in enumerate(content if is_list else [content]):
             where = f"{origin}: {name}" + (f"[{index}]" if is_list else "")
             medium = parse_media_part({"type": str(kind), str(kind): item}, where, folder)
-            if not isinstance(medium, Medium):
-                raise DataError(
-                    f"{where}: {type(item).__name__} without {kind}"
-                    if item
-                    else f"{where} is empty",
-                    hint=f"name a file, or leave the {kind} out",
-                )
-            media[kind].append(medium)
+            if isinstance(medium, Medium):
+                media[kind].append(medium)
+            else:
+                fault = fault or f"{where}: no {kind} in {type(item).__name__}"
+        if fault:
+            raise DataError(
+                fault, hint=f"name a file in one of the columns, or leave the {kind} out"
+            )
     return media
 
 

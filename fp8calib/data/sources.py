@@ -43,8 +43,7 @@ def split_data(
         The specs, and the rows; None if `data` is specs or None.
 
     Raises:
-        DataError: `data` holds no rows, or is neither specs nor rows. The rows raise it too, for
-            tensors that are no token ids.
+        DataError: `data` is neither specs nor rows.
         UsageError: a row is the name of a data source (raised by the rows).
     """
     if data is None or isinstance(data, str | Path):
@@ -58,26 +57,14 @@ def split_data(
         )
     items = iter(data)
     first = next(items, None)
-    if first is None:
-        raise DataError("data: it holds no rows", hint="leave it out for the built-in text")
     if isinstance(first, Path):
-        paths = [first, *items]
-        if not all(isinstance(path, str | Path) for path in paths):
-            raise DataError("data: paths and rows are mixed", hint="pass paths, or rows")
-        return tuple(map(str, paths)), None
-    numbered = enumerate(chain([first], items))
+        return tuple(map(str, (first, *items))), None
+    numbered = enumerate(items if first is None else chain([first], items))
     return (), (_make_row(item, f"row {index}", text_column) for index, item in numbered)
 
 
 def _make_row(item: object, origin: str, text_column: str | None) -> ReadRow:
-    if isinstance(item, np.ndarray):
-        item = torch.from_numpy(item)
-    if isinstance(item, torch.Tensor):
-        if item.dim() != 1 or item.dtype.is_floating_point or item.dtype == torch.bool:
-            raise DataError(
-                f"data: {origin} is {item.dtype} of shape {list(item.shape)}",
-                hint="token ids are a 1-D tensor of integers for each row",
-            )
+    if isinstance(item, np.ndarray | torch.Tensor):
         item = item.tolist()
     if isinstance(item, list | tuple) and all(type(token) is int for token in item):
         return parse_row({"input_ids": list(item)}, origin)
@@ -293,15 +280,14 @@ def _read_dataset(source: HubSource | Path, label: str) -> _Values:
         for number, value in enumerate(_keep_encoded(dataset), start=1):
             yield f"{where} row {number}", value
     except Exception as error:  # the failures of datasets share no base class
-        why = f"({type(error).__name__}: {first_line(error)})"
-        if isinstance(source, Path):
-            message = f"{label}: the dataset cannot be read {why}"
-            raise DataError(message, hint="save it again with datasets.save_to_disk") from error
-        raise DataError(
-            f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
-            f"the hub cannot be reached or has no such dataset {why}",
-            hint="check name, configuration and split, or use --data with a local file",
-        ) from error
+        what = f"{label}: the dataset cannot be read"
+        hint = "save it again with datasets.save_to_disk"
+        if isinstance(source, HubSource):
+            what = f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
+            what += "the hub cannot be reached or has no such dataset"
+            hint = "check name, configuration and split, or use --data with a local file"
+        message = f"{what} ({type(error).__name__}: {first_line(error)})"
+        raise DataError(message, hint=hint) from error
 
 
 def _keep_encoded(dataset: Any) -> Any:

@@ -72,22 +72,22 @@ def parse_spec(text: str) -> DataSpec:
     if separator and not _is_data_path(text):
         with suppress(ValueError):
             body, weight = before, float(number)
+    is_hub = body.startswith("hub:") and not _is_data_path(body)
+    name, *rest = body.removeprefix("hub:").split(":")
+    fault, hint = "", _SPEC_HINT
     if weight is not None and not 0 < weight < math.inf:
-        raise UsageError(
-            f"--data {text}: the weight {number} is not a positive finite number",
-            hint="use a positive weight such as @0.5, or omit the spec",
-        )
-    if not body.strip():
-        raise UsageError(f"--data {text!r}: the spec is empty", hint=_SPEC_HINT)
+        fault = f"the weight {number} is not a positive finite number"
+        hint = "use a positive weight such as @0.5, or omit the spec"
+    elif not body.strip():
+        fault = "the spec is empty"
+    elif is_hub and (not name or len(rest) > 2):
+        fault = "not of the form hub:NAME[:CONFIG][:SPLIT]"
+        hint = "for example hub:wikitext:wikitext-2-raw-v1:test"
+    if fault:
+        raise UsageError(f"--data {text or repr(text)}: {fault}", hint=hint)
     if body == "builtin":
         return DataSpec(None, text, weight)
-    if body.startswith("hub:") and not _is_data_path(body):
-        name, *rest = body.removeprefix("hub:").split(":")
-        if not name or len(rest) > 2:
-            raise UsageError(
-                f"--data {body}: not of the form hub:NAME[:CONFIG][:SPLIT]",
-                hint="for example hub:wikitext:wikitext-2-raw-v1:test",
-            )
+    if is_hub:
         if len(rest) == 1:
             rest = ["", rest[0]] if rest[0] in _SPLIT_NAMES else [rest[0], ""]
         config, split = rest or ["", ""]
@@ -113,31 +113,28 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
             hint=f"name one of them, such as {path / 'train'}",
         )
     if _is_dir(path):
+        fault, entries = f"the folder holds no {accepted} file", list[Path]()
         try:
             entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
         except OSError as error:
-            message = f"--data {path}: the folder cannot be listed ({error.strerror})"
-            raise DataError(message, hint="check its permissions") from error
+            fault = f"the folder cannot be listed ({error.strerror})"
         paths = tuple(e for e in entries if _is_file(e) and _has_suffix(e))
         if not paths:
-            raise DataError(
-                f"--data {path}: the folder holds no {accepted} file",
-                hint="name the folder that holds the files; its subfolders are not searched",
-            )
+            hint = "name the folder that holds the files; its subfolders are not searched"
+            raise DataError(f"--data {path}: {fault}", hint=hint)
         return paths, tuple(entry.name for entry in entries if entry not in paths)
     if not _has_suffix(path) and (path.suffix or _is_file(path)):
         ending = f"the suffix {path.suffix.lower()!r}" if path.suffix else "a file without suffix"
         raise UsageError(
             f"--data {path}: {ending} is not accepted; accepted are {accepted}", hint=_SPEC_HINT
         )
-    if _exists(path) and not _is_file(path):
-        raise DataError(f"--data {path}: a pipe or device", hint="write it to a file first")
     if not _is_file(path):
-        raise DataError(
-            f"--data {path}: no such file or folder",
-            hint="check the path; a split of a saved dataset is FOLDER/SPLIT, and a dataset on the "
-            f"hub is hub:{path}",
-        )
+        fault, hint = "a pipe or device", "write it to a file first"
+        if not _exists(path):
+            fault = "no such file or folder"
+            hint = "check the path; a split of a saved dataset is FOLDER/SPLIT, and a dataset on "
+            hint += f"the hub is hub:{path}"
+        raise DataError(f"--data {path}: {fault}", hint=hint)
     return (path,), ()
 
 
