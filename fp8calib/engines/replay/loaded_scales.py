@@ -134,9 +134,6 @@ class LoadContext:
         k, v = numbers = [round_number(value, dtype) for value in exact]
         if any(a != b and not math.isnan(a) for a, b in zip(exact, numbers, strict=True)):
             self.problems.append(f"scales are rounded to the model's {dtype}")
-        if k > 0 and v > 0:
-            own_v = judge_number(v, str(stored[1]))
-            return LayerVerdict(layer=index, k=judge_number(k, str(stored[0])), v=own_v)
         if all(each < 0 or (each == 0 and zero_is_unset) for each in numbers):
             unset = []
             for slot, held, number in zip(slots, stored, numbers, strict=True):
@@ -153,12 +150,15 @@ class LoadContext:
         if not k > 0:
             why = f"layer {index}: {engine} asserts k_scale > 0 and fails: {said_k}, {said_v}"
             raise Refusal(why, fix=MEASURE_AGAIN)
-        # a v that is not above zero beside a k that is: the engine copies k's number
         own_k = judge_number(k, str(stored[0]))
-        if stored[1] is None and stored[0] is not None and stored[0].name.endswith(".kv_scale"):
-            return LayerVerdict(layer=index, k=own_k, v=own_k)
-        why = f"{said_v}, so {engine} uses k_scale's number"
-        return LayerVerdict(layer=index, k=own_k, v=_make(Status.MISREAD, own_k.value, why))
+        if v > 0:
+            own_v = judge_number(v, str(stored[1]))
+        elif stored[1] is None and stored[0] is not None and stored[0].name.endswith(".kv_scale"):
+            own_v = own_k
+        else:  # the engine copies k's number
+            why = f"{said_v}, so {engine} uses k_scale's number"
+            own_v = _make(Status.MISREAD, own_k.value, why)
+        return LayerVerdict(layer=index, k=own_k, v=own_v)
 
 
 def _make(status: Status, value: float | None, why: str) -> LoadVerdict:

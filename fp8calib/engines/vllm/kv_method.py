@@ -96,20 +96,22 @@ def _check_modelopt(
     quantization: Mapping[str, object], release: Release, beside: object
 ) -> KvMethod:
     section = find_modelopt_section(quantization)
-    if not section.get("quant_algo"):
-        why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
-        fix = "write the scales as compressed-tensors does (kv-overlay)"
-        raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
-    algorithm = str(section["quant_algo"]).upper()
+    algorithm = str(section.get("quant_algo") or "").upper()
     algorithms = release.list_values(_ALGORITHM)
-    if algorithm not in algorithms:
+    missing = ", ".join(key for key in _NVFP4_FIELDS if key not in section)
+    why, fix = "", _EXPORT_AGAIN
+    if not algorithm:
+        why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
+        why = f"Missing 'quant_algo' in quantization config: {why}"
+        fix = "write the scales as compressed-tensors does (kv-overlay)"
+    elif algorithm not in algorithms:
         why = f"quant_algo {section['quant_algo']!a:.60} is unknown to {release.title}"
-        raise Refusal(why, fix=f"use one of {', '.join(algorithms)}")
+        fix = f"use one of {', '.join(algorithms)}"
+    elif section is not quantization and algorithm == "NVFP4" and missing:
+        why = f"NVFP4 needs {missing} in hf_quant_config.json (ValueError)"
+    if why:
+        raise Refusal(why, fix=fix)
     _require_names(section, name_exclusion_list(quantization, section, release))
-    missing = [key for key in _NVFP4_FIELDS if key not in section]
-    if section is not quantization and algorithm == "NVFP4" and missing:
-        why = f"NVFP4 needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
-        raise Refusal(why, fix=_EXPORT_AGAIN)
     if algorithm != "MIXED_PRECISION":
         return KvMethod.MODELOPT
     outer = quantization
@@ -117,15 +119,14 @@ def _check_modelopt(
         outer = beside if isinstance(beside, dict) else {}
         if outer and not _is_of_modelopt(outer):
             why = "hf_quant_config.json does not name modelopt as its producer (ValueError)"
-            raise Refusal(why, fix=_EXPORT_AGAIN)
-    nested = outer.get("quantization")
-    section = nested if isinstance(nested, dict) else outer
-    if not section.get("quantized_layers"):
+    section = find_modelopt_section(outer)
+    if not why and not section.get("quantized_layers"):
         why = "MIXED_PRECISION needs quantized_layers, here or in hf_quant_config.json"
+    if why:
         raise Refusal(why, fix=_EXPORT_AGAIN)
     # a mixed precision has a KV method only where its config asks for one
     has_method = section.get("kv_cache_quant_algo")
-    if nested is not section:
+    if section is outer:
         scheme = outer.get("kv_cache_scheme")
         kind = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, dict) else ()
         has_method = kind == ("float", 8)
@@ -162,26 +163,21 @@ def refuse_scheme(quantization: Mapping[str, object]) -> None:
 def _check_compressed(quantization: Mapping[str, object]) -> None:
     """Check the config of compressed-tensors, except its KV scheme and what is in its groups."""
     groups = quantization.get("config_groups", {})
-    if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
-        raise Unjudged("config_groups is not what compressed-tensors writes")
+    for group in groups.values() if isinstance(groups, dict) else [groups]:
+        fields = group if isinstance(group, dict) else {}
+        targets = fields.get("targets")
+        listed = targets if isinstance(targets, list) else []
+        names = [each for each in listed if isinstance(each, str)]
+        # without weights a group has no targets, or a class of attention
+        is_bare = not isinstance(fields.get("weights"), dict)
+        is_of_attention = len(names) == 1 and names[0].endswith("Attention")
+        if names != targets or (names and is_bare and not is_of_attention):
+            raise Unjudged("config_groups is not what compressed-tensors writes")
     _require_names(quantization, "ignore")
     sparsity = quantization.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("targets"):
         why = "sparsity_config has targets; vLLM no longer supports sparsity (DeprecationWarning)"
         raise Refusal(why, fix="use a model without sparsity")
-
-
-def _is_group(group: object) -> bool:
-    """Check for a list of targets, and for weights unless the targets are attention classes."""
-    targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(group, dict) or not isinstance(targets, list):
-        return False
-    are_names = all(isinstance(target, str) for target in targets)
-    return are_names and (
-        isinstance(group.get("weights"), dict)
-        or not targets
-        or (len(targets) == 1 and targets[0].endswith("Attention"))
-    )
 
 
 def _require_names(section: Mapping[str, object], key: str) -> None:
@@ -192,11 +188,10 @@ def _require_names(section: Mapping[str, object], key: str) -> None:
 
 def _check_quark(quantization: Mapping[str, object]) -> None:
     export = quantization.get("export")
-    if not isinstance(export, dict) or not isinstance(export.get("kv_cache_group"), list):
-        raise Unjudged("the Quark config has no export.kv_cache_group")
-    if not isinstance(quantization.get("exclude"), list):
-        raise Unjudged("the Quark config has no list exclude")
-    group = [pattern for pattern in export["kv_cache_group"] if isinstance(pattern, str)]
+    named = export.get("kv_cache_group") if isinstance(export, dict) else None
+    if not isinstance(named, list) or not isinstance(quantization.get("exclude"), list):
+        raise Unjudged("the Quark config lacks a list: exclude, or export.kv_cache_group")
+    group = [pattern for pattern in named if isinstance(pattern, str)]
     if not group:
         return
     layers = quantization.get("layer_quant_config")
