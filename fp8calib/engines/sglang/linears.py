@@ -24,7 +24,7 @@ from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
     Unquantized,
-    covers_parts,
+    find_for_parts,
     list_strings,
     require_auto_round,
 )
@@ -129,17 +129,15 @@ class SglangReader(LinearReader):
             names = (f"{group.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
             probe = replace(group, members=tuple(replace(first, module=name) for name in names))
 
-        def find_entry(path: str) -> str | None:
+        def find(path: str) -> str | None:
             return self._find_entry(self._ignores, path, self.excluded)
-
-        def matches(path: str) -> bool:
-            return find_entry(path) is not None
 
         # projections count in some classes alone
         is_named = any(path in self.excluded for path in self._spell(group.path))
         is_whole = not is_expert and (is_named or group.state == "joined")
-        if matches(group.path) if is_whole else covers_parts(probe, matches):
-            return Unquantized.excluded_by(find_entry(probe.members[0].module) or group.path)
+        entry = find(group.path) if is_whole else find_for_parts(probe, find)
+        if entry is not None:
+            return Unquantized.excluded_by(entry)
         if is_expert:
             target = self._find_expert_target(probe)
         elif is_head:
@@ -186,21 +184,22 @@ class SglangReader(LinearReader):
             return entry.lower() in path.lower()
         return entry == path or path.endswith(f".{entry}")
 
-    def _skips(self, group: LinearGroup) -> bool:
+    def _find_skip(self, group: LinearGroup) -> str | None:
         """Replay `is_layer_skipped` for linears other than experts."""
 
-        def matches(path: str) -> bool:
-            return self._find_entry(_skips, path, self.excluded) is not None
+        def find(path: str) -> str | None:
+            return self._find_entry(_skips, path, self.excluded)
 
         name = group.path.rpartition(".")[2]
         is_joined = len(group.members) > 1
         if is_joined and (group.state != "joined" or name in _FALLBACK_PROJECTIONS):
-            return covers_parts(group, matches)
+            return find_for_parts(group, find)
         if "experts" in group.path and not is_joined:
             names = [entry for entry in self.excluded if "experts" in entry]
-            if self._find_entry(lambda entry, path: path in entry, group.path, names):
-                return True
-        return matches(group.path)
+            entry = self._find_entry(lambda entry, path: path in entry, group.path, names)
+            if entry is not None:
+                return entry
+        return find(group.path)
 
     @staticmethod
     def _skips_experts(entry: str, path: str) -> bool:
@@ -208,10 +207,9 @@ class SglangReader(LinearReader):
         return _skips(entry, path) or LinearReader._skips_experts(entry, path)
 
     def _find_exclusion(self, group: LinearGroup) -> str | None:
+        skip = None if group.kind == "experts" else self._find_skip(group)
         entry = self._find_entry(_matches_glob, group.path, self.excluded)
-        if group.kind == "experts":
-            return entry
-        return group.path if self._skips(group) else entry
+        return entry if skip is None else skip
 
     def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         layers = self.section.get("quantized_layers")

@@ -27,7 +27,7 @@ from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
     Unquantized,
-    covers_parts,
+    find_for_parts,
     list_strings,
     require_auto_round,
 )
@@ -147,24 +147,28 @@ class VllmReader(LinearReader):
             return
         entries = list_strings(self.section, "exclude")
 
-        def is_excluded(path: str) -> bool:
-            return self._find_entry(matches_target, path, entries) is not None
+        def find(path: str) -> str | None:
+            return self._find_entry(matches_target, path, entries)
 
-        is_left_out = is_excluded(group.path)
+        is_left_out = find(group.path) is not None
         if group.kind == "experts":
             is_left_out |= any(entry.startswith(f"{group.path}.") for entry in entries)
-        if not is_left_out and (group.kind == "experts" or not covers_parts(group, is_excluded)):
+        elif not is_left_out:
+            is_left_out = find_for_parts(group, find) is not None
+        if not is_left_out:
             why = f"the Quark config excludes no {group.path} (AttributeError)"
             raise Refusal(why, fix="exclude it by this name, or export with Quark 0.13")
 
-    def _covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
-        """Check whether a list covers a group, by its parts or, if it may, by the joined module."""
-        if group.kind == "experts" or len(group.members) == 1:
-            return covers_parts(group, matches)
-        is_named = not self._exact.isdisjoint(self._spell(group.path))
-        if self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED):
-            is_named = matches(group.path)
-        return is_named or covers_parts(group, matches)
+    def _find_covering(self, group: LinearGroup, find: Callable[[str], str | None]) -> str | None:
+        """Find the entry for a group, by its parts or, if that may be, by the joined module."""
+        entry = None
+        if group.kind != "experts" and len(group.members) > 1:
+            is_matched = self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED)
+            entry = (find if is_matched else self._find_exact)(group.path)
+        return find_for_parts(group, find) if entry is None else entry
+
+    def _find_exact(self, path: str) -> str | None:
+        return next((name for name in self._spell(path) if name in self._exact), None)
 
     def _find_compressed(self, group: LinearGroup) -> Found:
         if group.kind == "experts":  # the projections of the first expert decide for the layer
@@ -172,11 +176,11 @@ class VllmReader(LinearReader):
             members = tuple(each for each in group.members if each.module.startswith(first))
             group = replace(group, members=members)
 
-        def find_entry(path: str) -> str | None:
+        def find(path: str) -> str | None:
             return self._find_entry(matches_target, path, self.excluded)
 
-        if self._covers(group, lambda path: find_entry(path) is not None):
-            return Unquantized.excluded_by(find_entry(group.members[0].module) or group.path)
+        if (entry := self._find_covering(group, find)) is not None:
+            return Unquantized.excluded_by(entry)
         if group.kind == "experts":
             target = self._find_expert_target(group)
         else:
@@ -190,14 +194,14 @@ class VllmReader(LinearReader):
             self.targets[target], self.section.get("format"), CONFIG_FORMATS
         )
 
-    def _skips(self, group: LinearGroup) -> bool:
-        return self._covers(group, lambda path: not self._exact.isdisjoint(self._spell(path)))
+    def _find_skip(self, group: LinearGroup) -> str | None:
+        return self._find_covering(group, self._find_exact)
 
     def _find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
         is_expert = group.kind == "experts"
-        if not is_expert and self._skips(group):
-            return group.path
+        if not is_expert and (skip := self._find_skip(group)) is not None:
+            return skip
 
         def matches(entry: str, name: str) -> bool:
             is_part = entry != name and entry in name

@@ -126,8 +126,8 @@ class LinearReader(ABC):
         """Find a group's scheme by the rules of compressed-tensors."""
 
     @abstractmethod
-    def _skips(self, group: LinearGroup) -> bool:
-        """Check whether the `fp8` method leaves a group that holds no experts unquantized."""
+    def _find_skip(self, group: LinearGroup) -> str | None:
+        """Find the entry of the `fp8` method's list that excludes a group without experts."""
 
     @staticmethod
     def _skips_experts(entry: str, path: str) -> bool:
@@ -192,7 +192,7 @@ class LinearReader(ABC):
         if group.kind == "experts":
             entry = self._find_entry(self._skips_experts, group.path, self.excluded)
         else:
-            entry = group.path if self._skips(group) else None
+            entry = self._find_skip(group)
         if entry is not None:
             return Unquantized.excluded_by(entry)
         block = self.section.get("weight_block_size")
@@ -263,7 +263,7 @@ class LinearReader(ABC):
                 why = error.message.partition("is FP8, but ")[2] or error.message
             except ModelError as error:
                 raise Unjudged(error.message) from error
-        if covers_parts(group, lambda path: path not in schemes):
+        if find_for_parts(group, lambda path: None if path in schemes else path) is not None:
             return Unquantized(why=why)
         if len(set(schemes.values())) > 1:
             raise Unjudged(f"the linears of {group.path} have several schemes")
@@ -335,17 +335,17 @@ class LinearReader(ABC):
         raise Refusal(f"{what} ({error})", fix=", or ".join(fixes))
 
 
-def covers_parts(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
-    """Check whether a list covers all projections of a group; refuse a list that covers only some.
+def find_for_parts(group: LinearGroup, find: Callable[[str], str | None]) -> str | None:
+    """Find the entry of a list for the projections of a group; refuse one that covers only some.
 
-    `matches` tells of the path of a projection whether the list covers it.
+    `find` gives the entry for the path of a projection, or None.
     """
-    found = {matches(each.module) for each in group.members}
-    if len(found) > 1:
+    found = [find(each.module) for each in group.members]
+    if None in found and any(each is not None for each in found):
         joined = name_fused_group(group.members[0].module)
         why = f"{joined} becomes one weight, and the config quantizes a part of it (ValueError)"
         raise Refusal(why, fix=_PART_FIX)
-    return found == {True}
+    return found[0]
 
 
 def list_strings(section: ConfigSection, key: str) -> list[str]:
