@@ -146,14 +146,9 @@ class CalibrateResult(Result):
     """The checkpoint of a recipe that has one, as `QuantizeResult`."""
 
     @property
-    def passed(self) -> bool:
-        """Whether all was written."""
-        return not self.failure
-
-    @property
     def exit_code(self) -> int:
         """0, or that of `ExportError` if an output could not be written."""
-        return 0 if self.passed else ExportError.exit_code
+        return ExportError.exit_code if self.failure else 0
 
 
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:

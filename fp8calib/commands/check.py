@@ -116,11 +116,6 @@ class CheckResult(Result):
         return "; ".join(f"{each.engine}: {each.summary}" for each in self.engines.values())
 
     @property
-    def passed(self) -> bool:
-        """The same as `ok`."""
-        return self.ok
-
-    @property
     def verdict(self) -> str:
         """`ok`, `not ok`, or `unknown` where only what cannot be judged keeps it from being ok."""
         faults = {each.status for each in self.engines.values() if not each.ok}

@@ -17,7 +17,7 @@ from fp8calib.commands.request import Reporter, as_function, option, request_cla
 from fp8calib.commands.result import Result
 from fp8calib.commands.saturation import Saturation, compute_saturation, describe_skipped
 from fp8calib.errors import cut_list, format_count, format_ranges, shorten
-from fp8calib.model.geometry import Frozen, Layer, Linear, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import RANGE_STARTS
 from fp8calib.text import Block, Line, Table
@@ -49,13 +49,6 @@ ShownRow = dict[str, Any]
 """A row of a table, by the titles of its columns."""
 
 
-class Positions(Frozen):
-    """The amax of each site by ranges of positions."""
-
-    first: tuple[int, ...]
-    amax: Mapping[str, tuple[float, ...]]
-
-
 class HeaderShown(StatsHeader):
     """The run that statistics belong to, without the shapes of the model."""
 
@@ -74,7 +67,8 @@ class StatsShown(Result):
     """The input and the weight of each linear."""
     experts: Mapping[str, tuple[int, ...]]
     """The tokens that reached each expert, by layer."""
-    positions: Positions
+    positions: dict[str, Any]
+    """The amax of each site by ranges of positions, and the first position of each range."""
     saturation: Saturation | None
     unfit_queries: tuple[int, ...]
     """The layers that need a q scale."""
@@ -121,14 +115,14 @@ def _show_stats(stats: CalibrationStats) -> StatsShown:
         layers=tuple(_make_layer_row(stats, layer) for layer in stats.geometry.layers),
         linears=tuple(_make_linear_row(stats, linear) for _, linear in stats.geometry.linears()),
         experts=stats.expert_counts,
-        positions=Positions(
-            first=list(RANGE_STARTS),
-            amax={
+        positions={
+            "first": list(RANGE_STARTS),
+            "amax": {
                 str(site): seen.positions.tolist()
                 for site, seen in stats.sites.items()
                 if seen.positions is not None
             },
-        ),
+        },
         saturation=compute_saturation(stats),
         unfit_queries=tuple(stats.list_unfit_queries()),
     )
