@@ -5,7 +5,7 @@ The options of a request override them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
@@ -37,17 +37,14 @@ from fp8calib.errors import (
     cut_list,
     first_line,
     join_or,
-    shorten,
-    suggest,
 )
 from fp8calib.formats.registry import (
     find_dialect,
-    list_format_names,
     list_written_dialects,
 )
 from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
-from fp8calib.numerics.schemes import SCHEMES, name_mixed
+from fp8calib.numerics.schemes import SCHEMES, find_scheme, name_mixed
 
 if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -56,18 +53,29 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 
 
+def _by_name(find: Callable[[str], object]) -> Callable[[str], str]:
+    """Make a validator of a function that finds something by its name, or raises a UsageError."""
+
+    def require(name: str) -> str:
+        try:
+            find(name)
+        except UsageError as error:
+            raise ValueError("; ".join(filter(None, (error.message, error.hint)))) from error
+        return name
+
+    return require
+
+
 def _read_rule(value: Any) -> Rule:
-    if isinstance(value, Rule):
-        return value
-    try:
-        return parse_rule(str(value))
-    except UsageError as error:
-        raise ValueError(error.message) from error
+    return value if isinstance(value, Rule) else parse_rule(_require_rule(str(value)))
 
 
+_require_rule = _by_name(parse_rule)
 RuleField = Annotated[
     Rule, PlainValidator(_read_rule, json_schema_input_type=str), PlainSerializer(str)
 ]
+SchemeName = Annotated[str, AfterValidator(_by_name(find_scheme))]
+FormatName = Annotated[str, AfterValidator(_by_name(find_dialect))]
 
 
 def _read_query_scale(value: Any) -> Any:
@@ -101,15 +109,6 @@ class ScaleOptions(Frozen):
         return ScaleRules(rule=self.rule, rules=self.rules, fallback=self.fallback)
 
 
-def _require_scheme(name: str) -> str:
-    if name not in SCHEMES:
-        raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
-    return name
-
-
-SchemeName = Annotated[str, AfterValidator(_require_scheme)]
-
-
 class Quantize(Frozen):
     """The FP8 checkpoint to write."""
 
@@ -139,16 +138,6 @@ class Quantize(Frozen):
         from fp8calib.quantization.settings import make_settings  # most recipes quantize nothing
 
         return make_settings(self.scheme, self.layer_schemes, self.ignore)
-
-
-def _require_format(name: str) -> str:
-    if name not in (known := list_format_names()):
-        hint = suggest(name, known, what="formats")
-        raise ValueError(f"unknown format {shorten(name)}: {hint}")
-    return name
-
-
-FormatName = Annotated[str, AfterValidator(_require_format)]
 
 
 class Recipe(Frozen):
