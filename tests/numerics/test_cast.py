@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8calib.numerics.amax import block_amax
+from fp8calib.numerics.arrays import round_number
 from fp8calib.numerics.cast import (
     encode,
     round_by_torch_,
@@ -430,3 +431,11 @@ def test_dynamic_scales_cover_a_token() -> None:
     x = torch.tensor([[448.0, 1.0], [4.48, 0.01]])
     scale = Quantizer(fmt=E4M3FN, scale=Granularity.TOKEN).scale_for(x)
     assert torch.equal(scale, torch.tensor([[1.0], [4.48 / 448]]))
+
+
+@given(st.floats(allow_nan=False), st.sampled_from(["bfloat16", "float16", "float32"]))
+def test_a_number_is_rounded_twice_as_an_engine_that_loads_it_in_fp32(
+    value: float, dtype: str
+) -> None:
+    expected = torch.tensor(value, dtype=torch.float64).float().to(getattr(torch, dtype))
+    assert round_number(value, dtype) == expected.item()
