@@ -118,7 +118,9 @@ def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
     is_half = (model_type, dtype) == ("llama", "float16")
     assert any("FlashAttention 3 stops" in problem for problem in report.problems) is is_half
     assert "FlashAttention 3 stops" not in str(ask("vllm-cpu", folder, geometry).problems)
-    assert values(ask("vllm", exact, geometry))[0][0] == pytest.approx(0.0123456, rel=1e-7)
+    unrounded = ask("vllm", exact, geometry)
+    assert values(unrounded)[0][0] == pytest.approx(0.0123456, rel=1e-7)
+    assert len(unrounded.problems) == is_half
 
 
 @pytest.mark.parametrize(("value", "is_said"), [(0.25, False), (0.5, True)])
