@@ -278,7 +278,7 @@ def test_a_registered_dialect_is_written_read_shown_and_converted(tmp_path: Path
     assert (there.json["dialect"], there.json["format"]) == ("kv-scales", "acme")
     back = succeed(*extract, tmp_path / "d", *saved, tmp_path / "e", "--format", "kv-scales")
     assert (back.json["dialect"], back.json["files"]) == ("acme", ["kv_scales.safetensors"])
-    again = read_scales(tmp_path / "e", stats.geometry).table
+    again = read_scales(tmp_path / "e", stats.geometry)
     assert {site: scale.values.tolist() for site, scale in again.scales.items()} == {
         site: scale.values.tolist() for site, scale in table.scales.items()
     }
@@ -317,7 +317,7 @@ def test_a_registered_engine_is_offered_checked_and_emulated(tmp_path: Path) -> 
 
     checked = succeed("check", out / "kv-overlay", "--engine", "quill", "--json").json
     layers = checked["engines"]["quill"]["layers"]
-    scales = read_scales(out / "kv-overlay", find_geometry("llama")).table.scales
+    scales = read_scales(out / "kv-overlay", find_geometry("llama")).scales
     assert {row["k"]["value"] for row in layers} <= {float(s.values) for s in scales.values()}
     assert len(layers) == 2
     assert "quill" not in succeed("check", out / "kv-overlay", "--json").json["engines"]

@@ -29,7 +29,7 @@ from fp8calib.text import Block, Line
 if TYPE_CHECKING:
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.dialect import Dialect
-    from fp8calib.formats.read import FoundScales
+    from fp8calib.formats.table import ScaleTable
 
 _WITHOUT_SCALES = "without-scales"
 """A folder of the temporary output: the checkpoint that the overlay is written from."""
@@ -184,7 +184,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
     return result
 
 
-def _read_kv_scales(checkpoint: Checkpoint) -> FoundScales:
+def _read_kv_scales(checkpoint: Checkpoint) -> ScaleTable:
     from fp8calib.formats.read import read_scales
     from fp8calib.model.geometry_from_config import read_geometry
 
@@ -192,18 +192,18 @@ def _read_kv_scales(checkpoint: Checkpoint) -> FoundScales:
     return read_scales(checkpoint.folder, geometry, drops_bad_query=True)
 
 
-def _choose_dialect(found: FoundScales) -> Dialect:
-    return find_dialect("kv-overlay-head" if found.table.per_head else "kv-overlay")
+def _choose_dialect(found: ScaleTable) -> Dialect:
+    return find_dialect("kv-overlay-head" if found.per_head else "kv-overlay")
 
 
-def _list_owned(found: FoundScales, checkpoint: Checkpoint) -> frozenset[str]:
+def _list_owned(found: ScaleTable, checkpoint: Checkpoint) -> frozenset[str]:
     from fp8calib.formats.fp8.registry import FP8_DIALECTS
     from fp8calib.formats.write import list_owned
 
     # the config of a quantization that no longer holds is not copied
     quantizations = {dialect.own_file for dialect in FP8_DIALECTS.values()}
     dialect = _choose_dialect(found)
-    return list_owned(dialect, [1], found.table.geometry, checkpoint) - quantizations
+    return list_owned(dialect, [1], found.geometry, checkpoint) - quantizations
 
 
 def _remove_unfinished(staging: Path) -> None:
@@ -215,7 +215,7 @@ def _remove_unfinished(staging: Path) -> None:
             entry.unlink()
 
 
-def _write_overlay(found: FoundScales, plain: Path, folder: Path, *, shown: Path) -> Iterable[str]:
+def _write_overlay(found: ScaleTable, plain: Path, folder: Path, *, shown: Path) -> Iterable[str]:
     """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
     from fp8calib.calibration.fingerprint import fingerprint_model
     from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -224,14 +224,14 @@ def _write_overlay(found: FoundScales, plain: Path, folder: Path, *, shown: Path
     with Checkpoint.open(plain) as checkpoint:
         model = fingerprint_model(checkpoint.load_config(), checkpoint)
         # norms and embeddings are those of the source, and so are their hashes
-        origin = found.table.origin and replace(found.table.origin, model=model)
-        found = replace(found, table=replace(found.table, origin=origin))
+        origin = found.origin and replace(found.origin, model=model)
+        names = tuple(Path(path.name) for path in found.files)
+        found = replace(found, origin=origin, files=names)
         _, notes = write_found(
             *(found, _choose_dialect(found), folder),
             fmt=E4M3FN,
             tps=[1],
             model=model,
-            files=[path.name for path in found.files],
             source=checkpoint,
             shown=shown,
         )

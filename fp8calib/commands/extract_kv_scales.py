@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.dialect import Attachment, Dialect
     from fp8calib.formats.quantized_model import QuantizedModel
-    from fp8calib.formats.read import FoundScales
     from fp8calib.formats.table import ScaleTable
 
 Numbers = float | tuple[float, ...]
@@ -150,7 +149,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     ):
         quantized = find_quantized(checkpoint)
         geometry = _find_geometry(request, checkpoint, is_quantized=quantized is not None)
-        found = read_scales(
+        table = read_scales(
             path,
             geometry,
             source_fmt=None if request.source_dtype is None else KV_FORMATS[request.source_dtype],
@@ -159,22 +158,22 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         )
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         if quantized is None:
-            check_origin(str(path), found.table.origin, fingerprint)
+            check_origin(str(path), table.origin, fingerprint)
             attachment, related = Attachment(replaces_scales=request.replace_scales), list[str]()
         else:
             from fp8calib.quantization.attachment import relate_to_quantized
 
             attachment, related = relate_to_quantized(
-                *(str(path), found.table.origin, checkpoint, geometry),
+                *(str(path), table.origin, checkpoint, geometry),
                 other_weights=request.other_weights,
                 replace_scales=request.replace_scales,
             )
         tps = tuple(dict.fromkeys(request.tp or ())) if dialect.per_tp else ()
         if not tps:
-            is_kept = dialect.per_tp and fits_heads(geometry, found.table.tp)
-            tps = (found.table.tp if is_kept else 1,)
+            is_kept = dialect.per_tp and fits_heads(geometry, table.tp)
+            tps = (table.tp if is_kept else 1,)
         result = _write(
-            *(request, dialect, found, checkpoint, quantized, attachment, related),
+            *(request, dialect, table, checkpoint, quantized, attachment, related),
             tps=tps,
             fingerprint=fingerprint,
         )
@@ -186,7 +185,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
 def _write(
     request: ExtractRequest,
     dialect: Dialect,
-    found: FoundScales,
+    table: ScaleTable,
     checkpoint: Checkpoint,
     quantized: QuantizedModel | None,
     attachment: Attachment,
@@ -199,8 +198,8 @@ def _write(
     from fp8calib.commands.check_written import finish_checkpoint, require_server
     from fp8calib.formats.write import list_owned, write_found
 
-    out, geometry = Path(request.save_path), found.table.geometry
-    taken_from = tuple(map(_name_file, found.files))
+    out, geometry = Path(request.save_path), table.geometry
+    taken_from = tuple(map(_name_file, table.files))
     checked: tuple[WrittenCheck, ...] = ()
     with output_folder(
         out,
@@ -209,11 +208,10 @@ def _write(
         inputs=[checkpoint.folder, Path(request.quantized_model)],
     ) as folder:
         tables, notes = write_found(
-            *(found, dialect, folder),
+            *(replace(table, files=tuple(map(Path, taken_from))), dialect, folder),
             fmt=KV_FORMATS[request.fp8_dtype or E4M3FN.name],
             tps=tps,
             model=fingerprint,
-            files=taken_from,
             source=checkpoint,
             shown=out,
             attachment=attachment,
@@ -230,8 +228,8 @@ def _write(
     return ExtractResult(
         save_path=out,
         files=files,
-        dialect=found.table.dialect,
-        source_dtype=found.table.fmt.name,
+        dialect=table.dialect,
+        source_dtype=table.fmt.name,
         format=dialect.name,
         fp8_dtype=tables[0].fmt.name,
         tp=tps[0] if len(tps) == 1 else tuple(tps),

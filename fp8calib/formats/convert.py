@@ -52,14 +52,7 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
                 hint="no value of a model is that large: calibrate again",
             )
         scales[site] = replace(scale, values=values)
-    return ScaleTable(
-        geometry=table.geometry,
-        fmt=fmt,
-        tp=1 if per_head else tp,
-        per_head=per_head,
-        scales=scales,
-        origin=table.origin,
-    )
+    return replace(table, fmt=fmt, tp=1 if per_head else tp, per_head=per_head, scales=scales)
 
 
 def explain_conversion(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from fp8calib.calibration.origin import CalibrationOrigin
     from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.formats.metadata import Provenance
     from fp8calib.formats.quantized_model import QuantizedModel
     from fp8calib.formats.table import ScaleTable
     from fp8calib.model.geometry import ModelGeometry, Site
@@ -107,6 +106,11 @@ class Attachment:
     replaces_scales: bool = False
     """The KV scales that it has are replaced."""
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """What files record of it; nothing for scales that were calibrated on the checkpoint."""
+        return asdict(self) if self.model else {}
+
 
 NO_ATTACHMENT = Attachment()
 """The record of scales that are not added to a quantized checkpoint."""
@@ -122,8 +126,6 @@ class WriteJob:
     """Scales of weights and inputs for the same ranks; None if only KV scales are known."""
     source: Checkpoint | None = None
     """The model, for dialects that need it."""
-    provenance: Provenance | None = None
-    """The quantized model that the scales were read from; None if they were calibrated."""
     with_rank_weights: bool = False
     """The caller writes the quantized weights of each rank beside the scales."""
     attachment: Attachment = NO_ATTACHMENT
@@ -151,6 +153,7 @@ class WriteJob:
         `fmt` is recorded in the scales' file; it is None if the config implies it.
         """
         from fp8calib.checkpoint.overlay import write_overlay  # noqa: PLC0415 -- imports torch
+        from fp8calib.formats.metadata import describe_table  # noqa: PLC0415
 
         assert self.source is not None  # noqa: S101 -- check_overlay_source refused it
         plan, copied = write_overlay(
@@ -158,7 +161,7 @@ class WriteJob:
             folder,
             scales=tensors,
             config_updates=config_updates,
-            metadata=self._make_metadata(fmt),
+            metadata=describe_table(self.table, fmt, self.attachment.fields),
             without=self.replaced,
             documents=documents,
         )
@@ -170,33 +173,23 @@ class WriteJob:
     ) -> None:
         """Write a safetensors file that records `fmt` and the origin of the scales."""
         from fp8calib.checkpoint.tensor_file import save_tensors  # noqa: PLC0415 -- imports torch
+        from fp8calib.formats.metadata import describe_table  # noqa: PLC0415
 
-        save_tensors(path, tensors, metadata={"format": "pt", **self._make_metadata(fmt)})
+        described = describe_table(self.table, fmt, self.attachment.fields)
+        save_tensors(path, tensors, metadata={"format": "pt", **described})
 
     def save_json(self, path: Path, document: Mapping[str, object]) -> None:
         """Write a JSON file that records the origin of the scales; floats read back as fp32.
 
         Engines ignore the keys `_comment` and `_fp8calib` at the top of a document.
         """
-        from fp8calib.formats.metadata import JSON_ORIGIN_KEY  # noqa: PLC0415 -- imports torch
+        from fp8calib.formats import metadata  # noqa: PLC0415 -- imports safetensors
 
-        origin = self.table.origin
-        comment = {} if self.provenance is None else {"_comment": self.provenance.describe()}
-        measured = {} if origin is None else {JSON_ORIGIN_KEY: origin.to_fields()}
+        origin, source = self.table.origin, metadata.describe_source(self.table)
+        comment = {"_comment": source} if source else {}
+        measured = {} if origin is None else {metadata.JSON_ORIGIN_KEY: origin.to_fields()}
         text = json.dumps({**comment, **document, **measured}, indent=2, allow_nan=False)
         write_file_atomic(path, f"{text}\n".encode())
-
-    def _make_metadata(self, fmt: Fp8Format | None) -> dict[str, str]:
-        from fp8calib.formats.metadata import make_metadata  # noqa: PLC0415 -- imports torch
-
-        return make_metadata(
-            fmt=fmt,
-            origin=self.table.origin,
-            provenance=self.provenance,
-            geometry=self.table.geometry,
-            per_head=self.table.per_head,
-            attachment=asdict(self.attachment) if self.attachment.model else None,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

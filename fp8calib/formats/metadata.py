@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 
 if TYPE_CHECKING:
     from fp8calib.checkpoint.tensor_file import TensorFile
+    from fp8calib.formats.table import ScaleTable
     from fp8calib.model.geometry import ModelGeometry
 
 _KV_DTYPES: Mapping[str, Fp8Format] = {
@@ -43,30 +44,12 @@ _BIAS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """The quantized model that scales were read from."""
-
-    dialect: str
-    files: tuple[str, ...]
-    """The files that held them: only the names of folder and file."""
-    has_fp8_weights: bool
-    """The files hold FP8 weights too."""
-
-    def describe(self) -> str:
-        """Describe it in a sentence."""
-        files = ", ".join(self.files)
-        return f"scales of a quantized model ({self.dialect}: {files}): {_BIAS}"
-
-
 def make_metadata(
     *,
     fmt: Fp8Format | None = None,
     origin: CalibrationOrigin | None,
-    provenance: Provenance | None = None,
     geometry: ModelGeometry | None = None,
     per_head: bool = False,
-    attachment: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; what is None is left out.
 
@@ -75,9 +58,6 @@ def make_metadata(
     metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
         metadata[_ORIGIN_KEY] = json.dumps(origin.to_fields())
-    if provenance is not None:
-        fields = {"taken_from": "a quantized model", **asdict(provenance), "bias": _BIAS}
-        metadata[_PROVENANCE_KEY] = json.dumps(fields)
     if origin is not None and geometry is not None:
         fit: dict[str, object] = {
             "version": __version__,
@@ -88,7 +68,34 @@ def make_metadata(
         if origin.measured_quantized:
             fit["measured_quantized"] = origin.measured_quantized
         metadata[_FITS_KEY] = json.dumps(fit, separators=(",", ":"))
-    if attachment is not None:
+    return metadata
+
+
+def describe_source(table: ScaleTable) -> str:
+    """Describe the quantized model that scales were read from; empty if they were calibrated."""
+    if not table.dialect or (table.origin is not None and table.origin.data):
+        return ""
+    files = ", ".join(map(str, table.files))
+    return f"scales of a quantized model ({table.dialect}: {files}): {_BIAS}"
+
+
+def describe_table(
+    table: ScaleTable, fmt: Fp8Format | None, attachment: Mapping[str, object]
+) -> dict[str, str]:
+    """Make the metadata of a table of scales for `fmt`, and how they were added to a model."""
+    metadata = make_metadata(
+        fmt=fmt, origin=table.origin, geometry=table.geometry, per_head=table.per_head
+    )
+    if describe_source(table):
+        fields = {
+            "taken_from": "a quantized model",
+            "dialect": table.dialect,
+            "files": [*map(str, table.files)],
+            "has_fp8_weights": table.has_weights,
+            "bias": _BIAS,
+        }
+        metadata[_PROVENANCE_KEY] = json.dumps(fields)
+    if attachment:
         metadata[_ATTACHMENT_KEY] = json.dumps(attachment)
     return metadata
 

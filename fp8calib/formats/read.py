@@ -7,7 +7,7 @@ read, so the weights may be missing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,21 +39,6 @@ _TENSOR_SUFFIXES = (".safetensors", ".npz")
 _RESULT_HINT = "name the checkpoint, the scales or the statistics that it is about"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundScales:
-    """The KV scales of a file or checkpoint, and how they were stored."""
-
-    table: ScaleTable
-    """Scales of K and V, and of q if there are any; `tp` is the number of ranks found. `dialect` is
-    the name of one that is read: an overlay is read as `compressed-tensors`."""
-    has_weights: bool
-    """The checkpoint holds FP8 weights too."""
-    files: tuple[Path, ...]
-    """The files that held the scales."""
-    notes: tuple[str, ...]
-    """What a user should know about the reading."""
-
-
 def read_scales(
     path: Path,
     geometry: ModelGeometry,
@@ -62,7 +47,7 @@ def read_scales(
     needs_dtype: bool = False,
     drops_bad_query: bool = False,
     fills_layers: bool = False,
-) -> FoundScales:
+) -> ScaleTable:
     """Read the KV scales of a checkpoint folder or of one file, in any dialect.
 
     The folder holds a checkpoint, rank files, or one JSON file; a file is a `.safetensors`, `.json`
@@ -87,7 +72,7 @@ def read_scales(
         for role in (Role.K, Role.V, Role.Q)
         if (site := attention.site(role)) in values
     }
-    table = ScaleTable(
+    return ScaleTable(
         geometry=geometry,
         fmt=_agree_on_format(path, dialect, parsed.fmt, source_fmt, needs_dtype=needs_dtype),
         tp=parsed.tp,
@@ -95,9 +80,6 @@ def read_scales(
         scales=scales,
         origin=parsed.origin,
         dialect=dialect.name,
-    )
-    return FoundScales(
-        table=table,
         has_weights=parsed.has_weights,
         files=parsed.files,
         notes=(*parsed.notes, *notes),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isnan
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.origin import CalibrationOrigin
@@ -74,7 +75,14 @@ class ScaleTable:
     origin: CalibrationOrigin | None = None
     """None if it was not recorded."""
     dialect: str = ""
-    """The name of the dialect from which it was read; empty if it was computed."""
+    """The name of the dialect from which it was read: an overlay is read as `compressed-tensors`;
+    empty if it was computed."""
+    files: tuple[Path, ...] = ()
+    """The files from which it was read."""
+    has_weights: bool = False
+    """These files hold FP8 weights too."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the reading."""
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
         """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
-from fp8calib.formats.metadata import Provenance
+from fp8calib.formats.metadata import describe_source
 from fp8calib.formats.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
@@ -23,9 +23,6 @@ from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import list_paths
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
-
-if TYPE_CHECKING:
-    from fp8calib.formats.read import FoundScales
 
 _KV_ALONE = (
     "only its kv_cache section is written: `fp8calib calibrate MODEL --format rfc --out DIR` "
@@ -121,23 +118,22 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
 
 
 def write_found(
-    found: FoundScales,
+    table: ScaleTable,
     dialect: Dialect,
     folder: Path,
     *,
     fmt: Fp8Format,
     tps: Iterable[int],
     model: str,
-    files: Sequence[str],
     source: Checkpoint,
     shown: Path,
     attachment: Attachment = NO_ATTACHMENT,
 ) -> tuple[list[ScaleTable], tuple[str, ...]]:
     """Convert scales that were read to what a dialect holds, for each number of ranks, and write.
 
-    `folder` becomes an overlay, or holds the files; `shown` is its final path. `files` are the
-    names of those that held the scales, and `model` is the model's fingerprint, recorded if the
-    scales record none. `attachment` says how they belong to a `source` that is quantized already.
+    `folder` becomes an overlay, or holds the files; `shown` is its final path. `model` is the
+    model's fingerprint, recorded if the scales record none. `attachment` says how they belong to a
+    `source` that is quantized already.
 
     Returns:
         The tables as they were written, and what a user should know.
@@ -145,13 +141,7 @@ def write_found(
     Raises:
         ExportError: they cannot be converted or written.
     """
-    table, provenance = found.table, None
-    if table.origin is None or not table.origin.data:
-        # scales of a quantized source are biased, and are recorded as such
-        provenance = Provenance(
-            dialect=table.dialect, files=tuple(files), has_fp8_weights=found.has_weights
-        )
-    notes = [*([provenance.describe()] if provenance else []), *found.notes]
+    notes = [*filter(None, [describe_source(table)]), *table.notes]
     table = replace(table, origin=table.origin or CalibrationOrigin(model=model))
     tables = [convert_table(table, fmt=fmt, tp=tp, per_head=dialect.per_head) for tp in tps]
     for converted in tables:
@@ -166,7 +156,6 @@ def write_found(
             place,
             source=source,
             shown=shown / place.relative_to(folder),
-            provenance=provenance,
             attachment=attachment,
         )
     return tables, tuple(dict.fromkeys(notes))

@@ -257,7 +257,7 @@ def _rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibrati
 
 
 def _read_scales(name: str, path: Path, target: Target) -> ScaleTable:
-    table = read_scales(path, target.geometry, fills_layers=True).table
+    table = read_scales(path, target.geometry, fills_layers=True)
     _check_model(name, table.origin, target)
     return table
 

@@ -176,7 +176,7 @@ def _name_dtype(name: str) -> tuple[str, ...]:
 def _read(name: str, place: Path) -> ScaleTable:
     if name == STATS:
         return compute_kv_scales(load_stats_file(place), E4M3FN, per_head=True)
-    return read_scales(place, find_geometry("llama")).table
+    return read_scales(place, find_geometry("llama"))
 
 
 def _find_losses(before: ScaleTable, after: ScaleTable) -> Iterator[str]:
@@ -317,7 +317,7 @@ def compare_page(page: str, name: str, text: str) -> None:
 
 def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> None:
     sources = [path for name, path in places.items() if name != STATS]
-    read = {read_scales(path, find_geometry("llama")).table.dialect for path in sources}
+    read = {read_scales(path, find_geometry("llama")).dialect for path in sources}
     assert read == {dialect.name for dialect in list_read()}
 
 

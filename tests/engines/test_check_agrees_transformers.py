@@ -172,7 +172,7 @@ def test_what_tools_wrote(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("form", ["kv-overlay", "kv-overlay-head", "tgi"])
 def test_what_we_write(tmp_path: Path, form: str) -> None:
     geometry = find_geometry("llama")
-    table = read_scales(FOLDER / "llmcompressor-kv-head", geometry).table
+    table = read_scales(FOLDER / "llmcompressor-kv-head", geometry)
     fitted = convert_table(table, fmt=E4M3FN, per_head=form == "kv-overlay-head")
     with Checkpoint.open(FOLDER / "llama") as source:
         write_table(fitted, form, tmp_path / "out", source=source)

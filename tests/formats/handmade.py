@@ -12,7 +12,6 @@ from fp8calib.calibration.stats_header import StatsHeader
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.formats.dialect import WriteJob
-from fp8calib.formats.metadata import Provenance
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Part, Role, Site
@@ -275,10 +274,9 @@ def write_scales(
     *,
     source: Checkpoint | None = None,
     linears: ScaleTable | None = None,
-    provenance: Provenance | None = None,
 ) -> dict[str, str]:
     """Write a table in a dialect; return the skipped entries of the source."""
-    job = WriteJob(table=table, source=source, linears=linears, provenance=provenance)
+    job = WriteJob(table=table, source=source, linears=linears)
     write = find_dialect(name).write
     assert write is not None
     write(job, target)

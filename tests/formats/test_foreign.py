@@ -65,7 +65,7 @@ def test_the_scales_read_are_the_numbers_in_the_file(name: str) -> None:
 
     found = read_scales(FOLDER / name, geometry, needs_dtype=True, drops_bad_query=True)
 
-    table = found.table
+    table = found
     read = [
         tuple(table.scales[a.site(role)].values.flatten().tolist() for role in (Role.K, Role.V))
         for _, a in geometry.attentions()

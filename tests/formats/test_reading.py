@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
+from fp8calib.formats.read import has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.geometry import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
@@ -54,8 +54,8 @@ def refuse(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> ModelError:
     return caught.value
 
 
-def list_values(found: FoundScales) -> Mapping[str, list[float]]:
-    return {str(site): scale.values.tolist() for site, scale in found.table.scales.items()}
+def list_values(found: ScaleTable) -> Mapping[str, list[float]]:
+    return {str(site): scale.values.tolist() for site, scale in found.scales.items()}
 
 
 def pair(k: str = "k_scale", v: str = "v_scale", path: str = PATH) -> Tensors:
@@ -107,7 +107,7 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"kv_cache": {}}')
     (tmp_path / "tokenizer.json").write_text('{"broken')
     assert has_kv_scales(tmp_path)
-    assert read_scales(tmp_path, TWO_LAYERS).table.dialect == "vllm-json"
+    assert read_scales(tmp_path, TWO_LAYERS).dialect == "vllm-json"
 
     (tmp_path / "kv_cache_scales.tp2.json").write_text(VLLM_TEXT)
     with pytest.raises(ModelError, match=r"several files .*tp1\.json, .*tp2\.json"):
@@ -253,7 +253,7 @@ def test_one_kv_scale_fills_k_and_v(
 ) -> None:
     singles = {PATH.format(i) + "kv_scale": torch.tensor(x) for i, x in enumerate((0.5, 2.0))}
     found = read_scales(save(tmp_path / "a", singles, **config), TWO_LAYERS)
-    assert found.table.dialect == dialect
+    assert found.dialect == dialect
     assert list(list_values(found).values()) == [[0.5], [0.5], [2.0], [2.0]]
     assert found.notes == ("one scale per layer is used for both k and v",)
     heads = {name: torch.ones(2, 1, 1) for name in singles}
@@ -346,8 +346,8 @@ def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) 
     (note,) = found.notes[1:]
     assert note.startswith("layer 3: the scales differ from those of the layer whose cache is read")
     assert note.endswith("an engine that uses them misreads the cache")
-    assert found.table.scales[make_attention(3).site(Role.K)].source is ScaleSource.OBSERVED
-    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
+    assert found.scales[make_attention(3).site(Role.K)].source is ScaleSource.OBSERVED
+    assert found.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
 
 
 def test_a_file_too_large_for_scales_is_not_read_into_memory(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_the_config_tells_the_number_of_ranks_and_the_format(tmp_path: Path) -> 
     for place in (tmp_path, path):
         assert refuse(place).message.endswith(": only 1 of 2 rank files exist (0)")
     save_rank(tmp_path / "rank1.safetensors", ONES)
-    assert read_scales(tmp_path, TWO_LAYERS).table.tp == 2
+    assert read_scales(tmp_path, TWO_LAYERS).tp == 2
     config.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "INT8"}}))
     assert refuse(tmp_path).message.endswith("kv_cache_quant_algo is 'INT8', not FP8")
 
@@ -480,9 +480,9 @@ def _save(folder: Path, *, weight_bytes: int, weight: bytes = b"") -> Path:
 
 def _read(folder: Path) -> dict[str, float]:
     found = read_scales(folder, plain_geometry(), needs_dtype=True)
-    assert (found.table.dialect, found.has_weights) == ("autofp8", True)
+    assert (found.dialect, found.has_weights) == ("autofp8", True)
     return {
-        f"{attention.module}.{role}_scale": float(found.table.scales[attention.site(role)].values)
+        f"{attention.module}.{role}_scale": float(found.scales[attention.site(role)].values)
         for _, attention in plain_geometry().attentions()
         for role in (Role.K, Role.V)
     }
@@ -521,7 +521,7 @@ FUZZ = settings(
 def _outcome(path: Path, source_fmt: Fp8Format | None) -> ScaleTable | ModelError:
     try:
         has_kv_scales(path)
-        return read_scales(path, TWO_LAYERS, source_fmt=source_fmt).table
+        return read_scales(path, TWO_LAYERS, source_fmt=source_fmt)
     except ModelError as error:
         return error
 

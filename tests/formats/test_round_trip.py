@@ -154,7 +154,7 @@ def _round_trip(table: ScaleTable, name: str, tmp_path: Path) -> ScaleTable:
         target.parent.mkdir(exist_ok=True)
         with source:
             write_table(table, name, target, source=source)
-        return read_scales(target, table.geometry, needs_dtype=True).table
+        return read_scales(target, table.geometry, needs_dtype=True)
 
 
 @pytest.mark.parametrize("name", list_format_names())

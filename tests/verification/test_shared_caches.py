@@ -112,7 +112,7 @@ def test_hidden_states_are_those_of_a_layer_that_multiplies_by_one(
     model = zoo.build("gemma3n_text")
     model.set_attn_implementation("eager")
     with opened(model, tmp_path) as subject:
-        table = read_scales(bare, subject.geometry).table
+        table = read_scales(bare, subject.geometry)
         candidate = build_kv_candidate("bare", table, OWN, origin="by hand")
         (note,) = candidate.notes
         assert "layers 2, 3 read the cache of other layers" in note

@@ -138,7 +138,7 @@ def _read_table(scales: Stats) -> ScaleTable:
     """
     if isinstance(scales, str | Path) and (Path(scales) / CONFIG_NAME).is_file():
         folder = open_folder(Path(scales))
-        return read_scales(folder.path, read_geometry(folder.path, folder.config)).table
+        return read_scales(folder.path, read_geometry(folder.path, folder.config))
     stats = read_stats(scales)[0]
     return compute_kv_scales(stats, E4M3FN, query=bool(stats.list_unfit_queries()))
 

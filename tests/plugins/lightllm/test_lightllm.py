@@ -48,7 +48,7 @@ def ship(path: Path, document: dict[str, Any]) -> Path:
 
 
 def read(path: Path, role: Role, geometry: ModelGeometry = GEOMETRY) -> list[list[float]]:
-    table = read_scales(path, geometry).table
+    table = read_scales(path, geometry)
     sites = [attention.site(role) for _, attention in geometry.attentions()]
     return [table.scales[site].values.flatten().tolist() for site in sites]
 
