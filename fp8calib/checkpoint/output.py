@@ -78,7 +78,8 @@ def output_folder(
         if tag:
             _prepare(staging, tag, resume, force, on_old)
         else:
-            _empty(staging)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
         is_kept = False
         try:
             with explained(path):
@@ -127,7 +128,8 @@ def _prepare(
         if resume:
             on_old(staging)
         else:
-            _empty(staging)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
             known = None
     if known is None:
         progress.write_text(json.dumps({"tag": tag}))
@@ -215,11 +217,6 @@ def _made(folder: Path) -> Iterator[None]:
 def _name_beside(target: Path, name: str) -> Path:
     stem = os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
     return target.with_name(name.format(stem))
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
 
 
 # --- what may be written -------------------------------------------------------------------------

@@ -212,9 +212,7 @@ def read_bytes(medium: Medium) -> bytes:
     if not isinstance(value, str | Path):
         raise TypeError(f"{type(value).__name__} is no path, data URI or bytes")
     text = str(value)
-    if text[:5].lower() == "data:":
-        if (start := _DATA_URI.match(text)) is None:
-            raise ValueError("a data URI that is not in base64")
+    if (start := _DATA_URI.match(text)) is not None:
         return base64.b64decode("".join(text[start.end() :].split()), validate=True)
     if _URL.match(text):
         raise DataError(

@@ -73,7 +73,17 @@ def explain_conversion(
     elif table.per_head and not converted.per_head:
         whose = "a layer's heads" if converted.tp == 1 else "the heads on its rank"
         yield f"scales per head became one: the largest of {whose}"
-    yield from _explain_format(table.fmt, converted.fmt)
+    if (old := table.fmt) is not (new := converted.fmt):
+        what = "doubled" if new.bias > old.bias else "halved"
+        yield (
+            f"the scales for {old.name} are {what} for {new.name}, so that dequantized values stay "
+            "the same"
+        )
+        # the largest value that is left, relative to the largest one in the source format
+        covered = new.max * 2.0 ** (new.bias - old.bias) / old.max
+        if covered < 1:
+            percent = math.ceil((1 - covered) * 1000) / 10
+            yield f"values in the top {percent:g} % of the range of {old.name} clip"
     if joins_kv:
         attentions = [attention for _, attention in converted.geometry.attentions()]
         pairs = [
@@ -86,21 +96,6 @@ def explain_conversion(
             )
     if not has_query and any(site.role is Role.Q for site in converted.scales):
         yield "q_scale is left out: this format cannot store it"
-
-
-def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:
-    if source is target:
-        return
-    what = "doubled" if target.bias > source.bias else "halved"
-    # The largest value that is left, relative to the largest one in the source format.
-    covered = target.max * 2.0 ** (target.bias - source.bias) / source.max
-    yield (
-        f"the scales for {source.name} are {what} for {target.name}, so that "
-        "dequantized values stay the same"
-    )
-    if covered < 1:
-        percent = math.ceil((1 - covered) * 1000) / 10
-        yield f"values in the top {percent:g} % of the range of {source.name} clip"
 
 
 def max_per_rank(values: torch.Tensor, tp: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,19 +101,13 @@ def _recognise(files: ScaleFiles) -> bool:
     return bool(files.spellings) and not is_tgi
 
 
-def _recognise_tool(
-    quant_method: str, spelling: Spelling | None = None
-) -> Callable[[ScaleFiles], bool]:
+def _is_of_tool(quant_method: str, spelling: Spelling | None, files: ScaleFiles) -> bool:
     """Recognise a tool by a spelling that only it uses; without such a spelling, by the config."""
-
-    def recognise(files: ScaleFiles) -> bool:
-        if files.spellings & {Spelling.PROJECTION, Spelling.OUTPUT}:
-            return spelling in files.spellings
-        if files.spellings == {Spelling.SINGLE}:  # of these tools, only AutoFP8 wrote it
-            return quant_method == files.quant_method == "fp8"
-        return files.quant_method.partition("_")[0] == quant_method
-
-    return recognise
+    if files.spellings & {Spelling.PROJECTION, Spelling.OUTPUT}:
+        return spelling in files.spellings
+    if files.spellings == {Spelling.SINGLE}:  # of these tools, only AutoFP8 wrote it
+        return quant_method == files.quant_method == "fp8"
+    return files.quant_method.partition("_")[0] == quant_method
 
 
 KV_SCALES = Dialect(
@@ -127,7 +122,7 @@ KV_SCALES = Dialect(
 COMPRESSED_TENSORS_KV = Dialect(
     name="compressed-tensors",
     description="llm-compressor's checkpoint, k_scale and v_scale per layer or per head",
-    recognise=_recognise_tool("compressed-tensors"),
+    recognise=partial(_is_of_tool, "compressed-tensors", None),
     read=read_kv_scales,
     formats=(E4M3FN,),
     scale_suffixes=("_scale", ".scale"),
@@ -135,7 +130,7 @@ COMPRESSED_TENSORS_KV = Dialect(
 AUTOFP8_KV = Dialect(
     name="autofp8",
     description="AutoFP8's checkpoint, k_scale and v_scale or the older kv_scale",
-    recognise=_recognise_tool("fp8"),
+    recognise=partial(_is_of_tool, "fp8", None),
     read=read_kv_scales,
     formats=(E4M3FN,),
     scale_suffixes=("_scale", "_scale_inv"),
@@ -143,14 +138,14 @@ AUTOFP8_KV = Dialect(
 QUARK_KV = Dialect(
     name="quark",
     description="Quark's checkpoint, output_scale of k_proj and v_proj",
-    recognise=_recognise_tool("quark", Spelling.OUTPUT),
+    recognise=partial(_is_of_tool, "quark", Spelling.OUTPUT),
     read=read_kv_scales,
     formats=(E4M3FN,),
 )
 MODELOPT_KV = Dialect(
     name="modelopt",
     description="ModelOpt's checkpoint, k_scale of k_proj and v_scale of v_proj",
-    recognise=_recognise_tool("modelopt", Spelling.PROJECTION),
+    recognise=partial(_is_of_tool, "modelopt", Spelling.PROJECTION),
     read=_read_modelopt,
     formats=(E4M3FN,),
 )

@@ -88,7 +88,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         scales = [item for item in scales if Role.Q not in item.name.roles]
     values = _merge(place, scales)
     filled = _fill_layers(geometry, values) if found.fills_layers else {}
-    _check_complete(place, geometry, values | filled)
+    per_head = _check_whole(place, geometry, values | filled)
     holding = [item.file for item in scales]
     notes = []
     if Spelling.SINGLE in {item.name.spelling for item in scales}:
@@ -103,7 +103,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     return ParsedScales(
         values=values | filled,
         filled=filled,
-        per_head=_is_per_head(place, values),
+        per_head=per_head,
         fmt=_find_format(place, fmt, holding),
         origin=find_origin(place, holding),
         has_weights=any(
@@ -201,10 +201,11 @@ def _fill_layers(
     return filled
 
 
-def _check_complete(
-    place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
-) -> None:
-    """Check that layers with a cache have k and v, others both or none, and q is in all or none."""
+def _check_whole(place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]) -> bool:
+    """Check that layers with a cache have k and v, others both or none, and q is in all or none.
+
+    All scales are per tensor or per head, which is returned.
+    """
     owners, attentions = geometry.owners(), list(geometry.attentions())
     have = {
         role: {layer.index for layer, each in attentions if each.site(role) in values}
@@ -215,16 +216,12 @@ def _check_complete(
     indices = {layer.index for layer, _ in attentions} if have[Role.Q] else set[int]()
     for role, beside in ((Role.K, have[Role.V]), (Role.V, have[Role.K]), (Role.Q, indices)):
         if lacking := beside - have[role]:
-            fault = f"there is no {role}_scale for {name_ranges(lacking)}, but other scales"
+            fault = f"there is no {role}_scale for {name_ranges(lacking)} beside other scales"
             command = "fp8calib calibrate MODEL --query-scale yes --out DIR"
             hint = f"engines use 1.0 or another scale there, or stop; `{command}` writes all"
             raise refusal(place, fault, hint=hint)
-
-
-def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
-    per_head = [str(site) for site, scale in values.items() if scale.dim() == 2]
-    scalar = [str(site) for site, scale in values.items() if scale.dim() == 1]
-    if per_head and scalar:
-        fault = f"both per-head scales ({per_head[0]}) and per-tensor scales ({scalar[0]})"
+    scales = {scale.dim() == 2: f"{site}" for site, scale in values.items()}
+    if len(scales) > 1:
+        fault = f"both per-head scales ({scales[True]}) and per-tensor scales ({scales[False]})"
         raise refusal(place, fault, hint="engines read one or the other")
-    return bool(per_head)
+    return True in scales
