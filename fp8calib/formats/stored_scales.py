@@ -36,10 +36,9 @@ def read_stored_scales(path: Path) -> dict[str, tuple[float | str, ...] | str]:
         ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
     """
     found = dict(sorted(_read(path), key=_natural_key))
-    if not found and is_result(path):
-        raise refuse_result(path)
     if not found:
-        raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
+        none = ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
+        raise refuse_result(path) if is_result(path) else none
     return {
         name: x if isinstance(x, str) else tuple(y if math.isfinite(y) else str(y) for y in x)
         for name, x in found.items()

@@ -47,11 +47,12 @@ def check_export(
             model.
     """
     for dialect in map(find_dialect, formats):
+        fault = dialect.find_misfit(geometry) if dialect.find_misfit is not None else ""
+        hint = "choose another format"
         if fmt not in dialect.formats:
-            fault = f"--format {dialect.name}: it has no scales for {fmt.name}"
-            raise UsageError(fault, hint="leave out --fp8-dtype")
-        if dialect.find_misfit is not None and (misfit := dialect.find_misfit(geometry)):
-            raise UsageError(f"--format {dialect.name}: {misfit}", hint="choose another format")
+            fault, hint = f"it has no scales for {fmt.name}", "leave out --fp8-dtype"
+        if fault:
+            raise UsageError(f"--format {dialect.name}: {fault}", hint=hint)
     has_linears = any(find_dialect(name).has_linears for name in formats)
     for tp in tps:
         check_heads(geometry, tp)

@@ -75,22 +75,20 @@ def relate_to_quantized(
         return plain, []
     other = f"{checkpoint.folder} was not made from the calibrated model of {name}"
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
-    if difference:
-        raise ModelError(f"{other}: {difference}", hint=_OTHER_HINT)
     hashes = origin.unquantized
-    if not hashes:
+    if not hashes and not difference:
         raise ModelError(
             f"{name}: no hashes of norms and embeddings are recorded, so whether "
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
             hint="name the statistics, a kv-overlay or kv_scales.safetensors, which record them",
         )
-    compared = compare_weights(hashes, checkpoint)
-    if compared.difference and not other_weights:
-        raise ModelError(
-            f"{other}: {compared.difference}",
-            hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
-            "them: if it was made from this model in such a way, add --other-weights",
-        )
+    compared, hint = BaseComparison(difference=difference), _OTHER_HINT
+    if not difference:
+        compared = compare_weights(hashes, checkpoint)
+        hint += "; methods that fold scales into norms (AWQ, SmoothQuant) change them: if it was "
+        hint += "made from this model in such a way, add --other-weights"
+    if difference or (compared.difference and not other_weights):
+        raise ModelError(f"{other}: {compared.difference}", hint=hint)
     notes = []
     if compared.uncompared:
         notes.append(

@@ -40,19 +40,17 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
         UsageError: there is none that can be written, or it cannot.
     """
     written = {each.name: each for each in list_written_fp8()}
-    if name not in written:
-        raise UsageError(
-            f"--format {name}: unknown format", hint=suggest(name, written, what="formats")
-        )
-    dialect = written[name]
-    if scheme.name not in dialect.schemes:
-        others = (each.name for each in written.values() if scheme.name in each.schemes)
-        raise UsageError(
-            f"--format {name} cannot express --scheme {scheme.name}",
-            hint=f"{name} writes {', '.join(dialect.schemes)}; {scheme.name} can be written as "
-            f"{', '.join(others)}",
-        )
-    return dialect
+    dialect = written.get(name)
+    if dialect is not None and scheme.name in dialect.schemes:
+        return dialect
+    fault = f"--format {name}: unknown format"
+    hint = suggest(name, written, what="formats")
+    if dialect is not None:
+        others = ", ".join(each.name for each in written.values() if scheme.name in each.schemes)
+        fault = f"--format {name} cannot express --scheme {scheme.name}"
+        hint = f"{name} writes {', '.join(dialect.schemes)}; {scheme.name} can be written as "
+        hint += others
+    raise UsageError(fault, hint=hint)
 
 
 def list_scale_names(*, of_inputs: bool = False) -> tuple[str, ...]:
