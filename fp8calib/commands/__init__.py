@@ -1,9 +1,9 @@
 """The commands: a module here for each of `COMMANDS`; the others are what several of them share.
 
 The module of a command has its request, its result, `run` and `describe`. It is imported with the
-parser; what imports torch is imported in `run`, or is in a second module, such as `calibrate_run`
-(of `verify` all but the request). A plug-in's command is such a module, or a package that has the
-same in the modules `request`, `command` and `render`.
+parser; what imports torch is imported in `run`, or is in a second module, such as `verify_run`. A
+plug-in's command is such a module, or a package that has the same in the modules `request`,
+`command` and `render`.
 """
 
 from __future__ import annotations

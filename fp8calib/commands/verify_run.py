@@ -96,7 +96,7 @@ class VerifyResult(VerifyReport, Result):
     """None where only a server and an unquantized one or a dump are compared."""
 
     @property
-    def _fault(self) -> tuple[int, str]:
+    def fault(self) -> tuple[int, str]:
         """The exit code of a gate, and why with the candidates that it is about; 0 if all pass.
 
         Without any candidate that was asked for, scale 1.0 is judged. A warning is a failure where
@@ -124,18 +124,12 @@ class VerifyResult(VerifyReport, Result):
     @property
     def passed(self) -> bool:
         """Whether all candidates that were asked for pass, and the engine can use them."""
-        return not self._fault[0]
+        return not self.fault[0]
 
     @property
     def exit_code(self) -> int:
         """8 if a candidate is refused, or fails the gate; 9 where the gate cannot tell; else 0."""
-        return self._fault[0] if self.has_gate or self.refused else 0
-
-    @property
-    def exit_why(self) -> str:
-        """Why the exit code is not 0; empty if it is."""
-        code, why = self._fault
-        return f"exit code {code}: {why}" if self.exit_code else ""
+        return self.fault[0] if self.has_gate or self.refused else 0
 
 
 def run(
@@ -500,10 +494,11 @@ def describe(
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
-    last = (result.exit_why, result.next and f"next: {result.next}")
-    if any(last):
+    last = [f"exit code {result.exit_code}: {result.fault[1]}"] if result.exit_code else []
+    last += [f"next: {result.next}"] if result.next else []
+    if last:
         yield Line()
-        yield Answer("\n".join(filter(None, last)))
+        yield Answer("\n".join(last))
 
 
 def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Block]:
