@@ -210,6 +210,8 @@ def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
             usual = getattr(default, key, None)
             if isinstance(usual, int | float) and not isinstance(usual, bool) and usual >= 0:
                 yield f"config.json says {key}: {value}, where the class has {usual}"
+            elif usual is None and key in _SIZES:  # engines read it, whatever the class does
+                yield f"config.json says {key}: {value}"
         is_plain = isinstance(value, list) and _PLAIN_LAYERS.issuperset(map(str, value))
         if key in _STRUCTURE and not hasattr(default, key) and value and not is_plain:
             yield f"config.json says {key}, for which {type(parsed).__name__} has no use"

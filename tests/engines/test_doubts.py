@@ -175,6 +175,14 @@ def test_a_null_that_is_not_replaced_nor_switches_off_is_unknown(
     assert not said or unknown[0].startswith(said)
 
 
+def test_a_negative_size_that_the_class_does_not_have_is_unknown(tmp_path: Path) -> None:
+    """As vLLM 0.32 stopped at it (ValidationError)."""
+    zoo.save("bloom", tmp_path)
+    configure(max_position_embeddings=-8)(tmp_path)
+
+    assert "config.json says max_position_embeddings: -8" in ask(tmp_path)["vllm"].unknown[0]
+
+
 def test_vllm_stops_at_an_output_layer_of_its_own_in_gemma_as_quantize_writes_it(
     tmp_path: Path,
 ) -> None:
