@@ -241,19 +241,17 @@ class _Check:
 
 def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport:
     """Mark a layer as misread that reads another layer's cache, but has other scales."""
-    slots = report.slots
-    changed = {}
-    for layer, attention in geometry.attentions():
-        index = attention.producer
-        for role in KV_ROLES:
-            mine, theirs = slots.get((layer.index, role)), slots.get((index or 0, role))
-            if index is None or mine is None or theirs is None:
-                continue
-            if None not in (mine.value, theirs.value) and mine.value != theirs.value:
-                written = f"the cache that layer {index} writes with {theirs.value:.4g}"
-                why = f"it reads with {mine.value:.4g} {written}"
-                update = {"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(index)}
-                changed[layer.index, role] = mine.model_copy(update=update)
+    slots, changed = report.slots, {}
+    readers = ((layer.index, each.producer) for layer, each in geometry.attentions())
+    for (layer, index), role in itertools.product(readers, KV_ROLES):
+        mine, theirs = slots.get((layer, role)), slots.get((index or 0, role))
+        if index is None or mine is None or theirs is None:
+            continue
+        if None not in (mine.value, theirs.value) and mine.value != theirs.value:
+            written = f"the cache that layer {index} writes with {theirs.value:.4g}"
+            why = f"it reads with {mine.value:.4g} {written}"
+            update = {"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(index)}
+            changed[layer, role] = mine.model_copy(update=update)
     return report.put(changed) if changed else report
 
 
@@ -293,27 +291,25 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
     """
     if "auto_map" in model.config:
         return reports
-    engines = dict(reports)
     refused, faults = "", list[str]()
     if not is_plain(model.path, model.config):
         # imports transformers
         from fp8calib.model.config_faults import find_config_faults  # noqa: PLC0415
 
         refused, faults = find_config_faults(model.path, model.config)
-    for key, engine in ((key, find_replayed(key)) for key in reports):
+    doubted = dict(reports)
+    for key, report in reports.items():
+        engine = find_replayed(key)
         if engine.name not in _BY_CLASS:
             continue
         why = f"transformers refuses config.json: {refused}" if refused else ""
         if engine.name == "sglang" or not find_base(model.config, geometry):
             why = why or _find_other_class(model.config, geometry)
-        if not why and not faults:
-            continue
-        is_drafter = find_drafter_class(model.config)
-        hint = "" if is_drafter else engine.spell_run_hint(model.config)
+        hint = "" if find_drafter_class(model.config) else engine.spell_run_hint(model.config)
         if why:
-            engines[key] = engines[key].give_names(report_unknown(geometry, f"{why}{hint}"))
-        engines[key] = engines[key].add(unknown=(f"{fault}{hint}" for fault in faults))
-    return engines
+            doubted[key] = report.give_names(report_unknown(geometry, f"{why}{hint}"))
+        doubted[key] = doubted[key].add(unknown=(f"{fault}{hint}" for fault in faults))
+    return doubted
 
 
 def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:

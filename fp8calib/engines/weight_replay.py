@@ -12,7 +12,7 @@ Of a model in 16 bits, with or without a KV overlay, only names and parameters a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.classes import UNTIED, find_class_map, read_class_facts
@@ -20,7 +20,6 @@ from fp8calib.engines.replay.verdicts import (
     EngineReport,
     Finding,
     LinearCount,
-    LoadVerdict,
     Refusal,
     Unjudged,
     join_alike,
@@ -70,24 +69,20 @@ def amend_weights(
             hint = engine.spell_run_hint(stored.folder.config)
             texts = (f"{each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
             report = report.add(unknown=(f"weights: {text}" for text in texts))
-            report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
+            # what becomes of the weights if the engine loads them after all
+            failing = (
+                replace(each, status=Status.MISREAD, why=f"{each.why}: {each.if_loaded}")
+                for each in doubts
+                if each.if_loaded
+            )
+            if_loaded = next((each.judge() for each in (*wrong, *failing)), None)
+            report = report.model_copy(update={"if_loaded": if_loaded})
         report = report.model_copy(update={"linears": count})
         notes = [each.text for each in by_status[Status.USED]]
     return report.add(
         suspicious=(f"weights: {text}" for text in stored.suspicious),
         problems=(f"weights: {why}" for why in notes),
     )
-
-
-def _find_if_loaded(doubts: Sequence[Finding], silent: Sequence[Finding]) -> LoadVerdict | None:
-    """Say what becomes of the weights if the engine loads them; None if it serves them."""
-    if silent:
-        return silent[0].judge()
-    for each in doubts:
-        if each.if_loaded:
-            text = f"{each.text}: {each.if_loaded}"
-            return LoadVerdict(status=Status.MISREAD, why=text, fix=each.fix)
-    return None
 
 
 def _list_findings(

@@ -229,14 +229,13 @@ class _Replay:
         layers: list[LayerVerdict] = []
         held: dict[Slot, HeldScale] = {}
         for layer, attention in self._geometry.attentions():
+            slots = [(layer.index, role) for role in KV_ROLES]
             bare = self._explain_bare(attention)
-            if bare is not None or self._is_compressed:
-                k, v = (
-                    self._judge_compressed((layer.index, role), attention)
-                    if bare is None
-                    else context.judge_absent((layer.index, role), *bare)
-                    for role in KV_ROLES
-                )
+            if bare is not None:
+                k, v = (context.judge_absent(slot, *bare) for slot in slots)
+                verdict = LayerVerdict(layer=layer.index, k=k, v=v)
+            elif self._is_compressed:
+                k, v = (self._judge_compressed(slot, attention) for slot in slots)
                 verdict = LayerVerdict(layer=layer.index, k=k, v=v)
             else:
                 verdict = context.judge_pair(layer.index, "vLLM", _IGNORED, dtype=self._dtype)
