@@ -60,6 +60,7 @@ from fp8calib.verification.open_candidates import (
     require_head,
 )
 from fp8calib.verification.report import SCALE_ONE, Remedy, RunProvenance, Verdict, VerifyReport
+from fp8calib.verification.score import Scores
 from fp8calib.verification.tables import (
     candidates_table,
     describe_pair,
@@ -70,7 +71,6 @@ from fp8calib.verification.tables import (
 )
 from fp8calib.verification.verify import (
     Verification,
-    Verified,
     list_shown_on_page,
     open_scored,
     plan_verification,
@@ -173,13 +173,14 @@ def run(
             PeakMemory() as peak,
             open_scored(asked, model, mode, reporter) as scored,
         ):
-            verified = run_verification(asked, scored, reporter)
+            done, report, scores = run_verification(asked, scored, reporter)
             hashes = hash_inputs(hasher, asked, request, specs)
-    report = complete_report(verified, request, model, mode, peak)
+    report = complete_report(done, report, scores, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:
             reporter.warn(note)
-    return finish(request, asked, report, verified.logprobs, reporter, hashes)
+    logprobs = scores.list_logprobs(each.name for each in done.candidates)
+    return finish(request, asked, report, logprobs, reporter, hashes)
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -385,14 +386,15 @@ def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> Run
 
 
 def complete_report(
-    verified: Verified,
+    asked: Verification,
+    report: VerifyReport,
+    scores: Scores,
     request: VerifyRequest,
     model: RunModel,
     mode: MemoryPlan,
     peak: PeakMemory,
 ) -> VerifyReport:
     """Add to a report what it was made from, and what the page alone shows."""
-    asked = verified.verification
     provenance = RunProvenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=spell_command(),
@@ -402,19 +404,10 @@ def complete_report(
         settings={name: getattr(request, name) for name in _SETTINGS},
         numerics=asked.numerics.list_differences(),
     )
-    return verified.report.model_copy(
-        update={
-            "memory": {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes},
-            "provenance": provenance,
-            **({} if request.report is None else _list_shown_on_page(verified, request, model)),
-        }
-    )
-
-
-def _list_shown_on_page(
-    verified: Verified, request: VerifyRequest, model: RunModel
-) -> dict[str, object]:
-    """List what the page alone shows."""
+    memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
+    report = report.model_copy(update={"memory": memory, "provenance": provenance})
+    if request.report is None:
+        return report
     tokenizer = getattr(request.tokenizer, "tokenizer", request.tokenizer)  # of a processor
     if tokenizer is None:
         try:
@@ -428,7 +421,7 @@ def _list_shown_on_page(
         text = tokenizer.decode(ids, skip_special_tokens=False)
         return fit_line(text.replace("\n", "↵"))
 
-    return list_shown_on_page(verified, decode)
+    return report.model_copy(update=list_shown_on_page(asked, report, scores, decode))
 
 
 def finish(

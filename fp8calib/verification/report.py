@@ -5,6 +5,7 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -105,6 +106,9 @@ class PositionResult(Frozen):
 class Figures(Frozen):
     """What a candidate loses on a text; what a server does not give is None."""
 
+    name: str = ""
+    description: str = ""
+    """What is quantized, in words."""
     ppl: float
     ppl_ratio: float
     ppl_ratio_se: float | None
@@ -124,15 +128,25 @@ class Figures(Frozen):
     top1_ties: float | None = None
     """Share of tokens that do not agree, though the reference's token has a logit equal to the
     largest."""
+    num_tokens: int = Field(default=0, exclude=True)
+    """Only for gates, as are the next three."""
+    clusters: int = Field(default=0, exclude=True)
+    """The independent parts of the text that standard errors rest on (`standard_error`)."""
+    log_ratio: float = Field(default=0.0, exclude=True)
+    """Logarithm of `ppl_ratio`."""
+    log_ratio_se: float | None = Field(default=None, exclude=True)
+
+    @property
+    def implied_log_ratio_se(self) -> float:
+        """Standard error of the log ratio that the KLD implies; 0.0 if the KLD is unknown.
+
+        If x is drawn from p, and q is close to p, log p(x) - log q(x) has a variance of twice
+        KL(p || q). The losses of a few tokens may be close by chance; their divergences are exact.
+        """
+        return math.sqrt(2 * max(self.kld_mean or 0.0, 0.0) / self.num_tokens)
 
 
-class _Named(Frozen):
-    name: str
-    description: str
-    """What is quantized, in words."""
-
-
-class CandidateResult(Figures, _Named):
+class CandidateResult(Figures):
     """One candidate beside the unquantized model."""
 
     verdict: Verdict

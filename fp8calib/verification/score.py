@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,11 @@ class Scores:
     candidates: dict[str, TokenScores]
     hooks: dict[str, EmulationHooks]
     """By candidate: they have measured the damage."""
+
+    def list_logprobs(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Give those of `reference` and of some candidates by name: fp32 [N]."""
+        mine = {name: self.candidates[name].logprobs for name in names}
+        return {"reference": self.reference.logprobs, **mine}
 
 
 def score(

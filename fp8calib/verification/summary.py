@@ -32,28 +32,7 @@ _FEW_DEGREES = {1: 12.7062, 2: 4.3027, 3: 3.1824}
 """Quantiles of t for 95 %, where the expansion in `t_quantile` is not exact enough."""
 
 
-class Summary(Figures):
-    """The figures of a candidate, and what a gate needs beside them."""
-
-    tokens: int
-    clusters: int
-    """The independent parts of the text that standard errors rest on (`standard_error`)."""
-    log_ratio: float
-    """Logarithm of the candidate's perplexity over the reference's."""
-    log_ratio_se: float | None
-    """None if unknown (`standard_error`)."""
-
-    @property
-    def implied_log_ratio_se(self) -> float:
-        """Standard error of the log ratio that the KLD implies; 0.0 if the KLD is unknown.
-
-        If x is drawn from p, and q is close to p, log p(x) - log q(x) has a variance of twice
-        KL(p || q). The losses of a few tokens may be close by chance; their divergences are exact.
-        """
-        return math.sqrt(2 * max(self.kld_mean or 0.0, 0.0) / self.tokens)
-
-
-def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
+def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Figures:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
     klds = scores.klds.double()
     ranked = klds.sort().values  # the p-quantile: at least a share p is not larger
@@ -78,7 +57,7 @@ def summarize_logprobs(
     agrees: torch.Tensor | None,
     kld: tuple[float | None, float | None],
     **more: float,
-) -> Summary:
+) -> Figures:
     """Reduce log-probabilities [N], which are all that a server gives.
 
     `kld` is the mean divergence and its standard error; `more` are other fields.
@@ -87,8 +66,8 @@ def summarize_logprobs(
     se, clusters = standard_error(losses, lengths)
     ratio = bounded_exp(float(losses.mean()))
     share = None if agrees is None else float(agrees.double().mean())
-    return Summary(
-        tokens=tokens,
+    return Figures(
+        num_tokens=tokens,
         clusters=clusters,
         ppl=compute_ppl(logprobs),
         log_ratio=float(losses.mean()),

@@ -43,7 +43,6 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
-    Figures,
     HistogramResult,
     KvNeed,
     LayerResult,
@@ -133,27 +132,14 @@ class Verification:
         return [*self.candidates, *self.others, *rules]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """The report, and the scores that it is made from."""
-
-    verification: Verification
-    """Without the candidates that failed."""
-    report: VerifyReport
-    scores: Scores
-
-    @property
-    def logprobs(self) -> dict[str, torch.Tensor]:
-        """`reference` and the candidates by name: fp32 [N], sequences in order."""
-        found = self.scores.candidates
-        mine = {each.name: found[each.name].logprobs for each in self.verification.candidates}
-        return {"reference": self.scores.reference.logprobs, **mine}
-
-
 def run_verification(
     asked: Verification, model: PreparedModel | StreamedModel, progress: Progress
-) -> Verified:
-    """Compare the unquantized model with every candidate; `progress` hears of tokens."""
+) -> tuple[Verification, VerifyReport, Scores]:
+    """Compare the unquantized model with every candidate; `progress` hears of tokens.
+
+    Returns:
+        What was asked, without the candidates that failed; the report; what it is made from.
+    """
     started = time.monotonic()
     while True:
         hooks = MeasurementHooks(asked.candidates)
@@ -235,7 +221,7 @@ def run_verification(
         is_strict=asked.is_strict,
         broken=broken,
     )
-    return Verified(verification=asked, report=conclude(report), scores=scores)
+    return asked, conclude(report), scores
 
 
 def _list_unmet_sites(candidate: Candidate, asked: Verification, scores: Scores) -> Iterator[str]:
@@ -339,9 +325,7 @@ def _judge(
         verdict = Verdict.CANNOT_TELL
         why = f"{why}, but the unquantized model predicts no better than chance"
     return CandidateResult(
-        name=name,
-        description=candidate.description,
-        **summary.model_dump(include=set(Figures.model_fields)),
+        **dict(summary) | {"name": name, "description": candidate.description},
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
@@ -531,14 +515,15 @@ def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:
 _MOST_TEXTS, _TOKENS_BEFORE = 5, 24
 
 
-def list_shown_on_page(verified: Verified, decode: Callable[[list[int]], str]) -> dict[str, object]:
+def list_shown_on_page(
+    asked: Verification, report: VerifyReport, scores: Scores, decode: Callable[[list[int]], str]
+) -> dict[str, object]:
     """List the fields of a report that the page alone shows.
 
     The texts that lose most are quoted for the candidate that the decision is about.
     """
-    asked, report, found = verified.verification, verified.report, verified.scores.candidates
     klds = {
-        each.name: list(split_sequences(found[each.name].klds, asked.plan.lengths))
+        each.name: list(split_sequences(scores.candidates[each.name].klds, asked.plan.lengths))
         for each in asked.candidates
     }
     means = {

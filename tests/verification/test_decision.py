@@ -32,8 +32,10 @@ from fp8calib.verification.report import (
     Remedy,
     SiteFit,
     Verdict,
+    VerifyReport,
 )
-from fp8calib.verification.verify import Verification, Verified, run_verification
+from fp8calib.verification.score import Scores
+from fp8calib.verification.verify import Verification, run_verification
 from tests import zoo
 from tests.doors import Silent, make_plan
 from tests.kit.reports import make_candidate, make_layer, make_small
@@ -101,7 +103,7 @@ def fit_scales(model: PreTrainedModel) -> dict[Site, float]:
 
 def ask(
     subject: by_hand.Subject, tables: dict[str, dict[Site, float]], *more: Candidate
-) -> Verified:
+) -> tuple[Verification, VerifyReport, Scores]:
     """Verify KV scales, and scale 1.0 beside them, or other candidates."""
     made = [
         build_kv_candidate(name, make_table(subject, each), PLAIN, origin="test")
@@ -139,7 +141,7 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     broken = Site(f"model.layers.{layer}.self_attn", role)
     bad = {**good, broken: good[broken] * factor}
     with opened(model, tmp_path / "m") as subject:
-        report = ask(subject, {"good": good, "bad": bad}).report
+        report = ask(subject, {"good": good, "bad": bad})[1]
     results = {candidate.name: candidate for candidate in report.candidates}
     assert results["bad"].kld_mean > results["good"].kld_mean * (2 if factor < 1 else 1.02)
     named = next(line for line in report.decision.details.splitlines() if line.startswith("bad: "))
@@ -161,8 +163,8 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(tmp_path: Pat
             model.model.layers[layer].self_attn.v_proj.weight *= 4096
             model.model.layers[layer].self_attn.o_proj.weight /= 4096
     with opened(model, tmp_path / "m") as subject:
-        report = ask(subject, {"good": fit_scales(model)}).report
-        alone = ask(subject, {}).report
+        report = ask(subject, {"good": fit_scales(model)})[1]
+        alone = ask(subject, {})[1]
     for found in (report, alone):
         assert found.kv is not None
         assert (found.kv.answer, found.kv.layers) == ("yes", (1, 2))
@@ -181,14 +183,15 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(tmp_path: Pat
 def test_an_identical_candidate_makes_no_difference(tmp_path: Path) -> None:
     """Nothing is quantized: ratio 1, divergence 0, agreement 1, exactly."""
     with opened(build(), tmp_path / "m") as subject:
-        verified = ask(subject, {}, Candidate(name="same"))
-    (result,) = verified.report.candidates
+        _, report, scores = ask(subject, {}, Candidate(name="same"))
+    (result,) = report.candidates
     assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
     assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)
     assert result.top1_agreement == 1.0
     assert result.verdict is Verdict.NO_DIFFERENCE
-    assert torch.equal(verified.logprobs["same"], verified.logprobs["reference"])
-    assert verified.report.tokens == 12 * 19 == len(verified.logprobs["reference"])
+    logprobs = scores.list_logprobs(["same"])
+    assert torch.equal(logprobs["same"], logprobs["reference"])
+    assert report.tokens == 12 * 19 == len(logprobs["reference"])
 
 
 # --- decisions from figures made by hand ----------------------------------------------------------

@@ -11,8 +11,7 @@ import pytest
 from fp8calib.errors import UsageError
 from fp8calib.verification.judge.fits import describe_damage
 from fp8calib.verification.judge.gates import GATES, Gate, judge, load_gate
-from fp8calib.verification.report import LayerResult, Verdict
-from fp8calib.verification.summary import Summary
+from fp8calib.verification.report import Figures, LayerResult, Verdict
 from tests.kit.reports import make_layer
 
 
@@ -24,10 +23,10 @@ def make_summary(
     kld_se: float | None = 0.0001,
     tokens: float = 20_000,
     clusters: float = 32,
-) -> Summary:
+) -> Figures:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
-    return Summary(
-        tokens=int(tokens),
+    return Figures(
+        num_tokens=int(tokens),
         clusters=int(clusters),
         ppl=10 * ratio,
         log_ratio=math.log(ratio),

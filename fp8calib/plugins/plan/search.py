@@ -28,8 +28,8 @@ from fp8calib.plugins.plan.choices import (
 from fp8calib.plugins.plan.inputs import Budget
 from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.rules import choose_rules
+from fp8calib.verification.report import Figures
 from fp8calib.verification.score import AT_ONCE
-from fp8calib.verification.summary import Summary
 
 _WHOLE_SHARE = 8
 """Whole plans have this part of the passes: 1/8, and what groups and rules leave."""
@@ -84,7 +84,7 @@ class Tried(NamedTuple):
 
     size_bytes: int
     plan: Plan
-    summary: Summary
+    summary: Figures
     kld: float
 
 

@@ -26,8 +26,8 @@ from fp8calib.plugins.server.result import (
     UnquantizedServer,
 )
 from fp8calib.plugins.server.sentences import describe_diagnosis
+from fp8calib.verification.report import Figures
 from fp8calib.verification.summary import (
-    Summary,
     average,
     bounded_exp,
     summarize_logprobs,
@@ -87,7 +87,7 @@ class ServerEvidence:
 class Assessment:
     """The figures of a server, and its diagnosis."""
 
-    summary: Summary
+    summary: Figures
     result: ServerResult
     logprobs: torch.Tensor
     reference: torch.Tensor

@@ -45,10 +45,10 @@ from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.served_candidates import compare_served, list_served
 from fp8calib.text import Block, Line, Table
 from fp8calib.verification.judge.gates import GATES
+from fp8calib.verification.score import Scores
 from fp8calib.verification.tables import describe_pair, format_mean_kld
 from fp8calib.verification.verify import (
     Verification,
-    Verified,
     open_scored,
     plan_verification,
     run_verification,
@@ -116,32 +116,31 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = servers.ask(asked.plan, writer, reporter)
             asked = replace(asked, plan=text, watched=answers.watched, measures_noise=True)
-            verified = run_verification(asked, scored, reporter)
-            evidence = _gather(verified, scored, faults, reporter)
+            asked, report, scores = run_verification(asked, scored, reporter)
+            evidence = _gather(asked, scores, scored, faults, reporter)
             assessment = assess(answers, evidence, text.sequences)
             hashes = hash_inputs(hasher, asked, request, specs)
-    report = complete_report(verified, request, model, mode, peak)
+    report = complete_report(asked, report, scores, request, model, mode, peak)
     for note in report.warnings:
         if note not in told:
             reporter.warn(note)
-    asked = verified.verification
     gate = asked.gate or GATES[asked.candidates[0].default_gate]
     report = add_server(report, assessment, gate, text)
-    logprobs = {**verified.logprobs, SERVER: assessment.logprobs}
+    logprobs = scores.list_logprobs(each.name for each in asked.candidates)
+    logprobs[SERVER] = assessment.logprobs
     result = finish(request, asked, report, logprobs, reporter, hashes)
-    scores = verified.scores
     served = compare_served(asked.candidates, scores, text.lengths) if request.decode else ()
     return ServerVerifyResult(**dict(result), server=assessment.result, served=served)
 
 
 def _gather(
-    verified: Verified,
+    asked: Verification,
+    scores: Scores,
     model: PreparedModel | StreamedModel,
     faults: Mapping[str, Fault],
     reporter: Reporter,
 ) -> ServerEvidence:
     """Gather what the server is compared with."""
-    asked, scores = verified.verification, verified.scores
     runner = FaultRunner(
         model=model,
         candidates=asked.candidates,

@@ -15,7 +15,6 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
-    Figures,
     PairedAnswer,
     ReferenceResult,
     Verdict,
@@ -38,9 +37,11 @@ def add_server(
             verdict = Verdict.WARN
         why = f"{why}, but decoding and prompts do not agree"
     row = CandidateResult(
-        name=SERVER,
-        description=f"{result.kind} at {result.url}, model {result.model}",
-        **summary.model_dump(include=set(Figures.model_fields)),
+        **dict(summary)
+        | {
+            "name": SERVER,
+            "description": f"{result.kind} at {result.url}, model {result.model}",
+        },
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,

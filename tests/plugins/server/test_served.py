@@ -181,7 +181,7 @@ def test_report_shows_both_figures_of_each_cache(tmp_path: Path) -> None:
             plan=make_plan(text),
             others=tuple(list_served([own])),
         )
-        scores = run_verification(asked, subject.prepared, Silent()).scores
+        _, _, scores = run_verification(asked, subject.prepared, Silent())
     unscaled, found = compare_served(candidates, scores, asked.plan.lengths)
     assert (unscaled.candidate, unscaled.is_same, unscaled.tokens) == ("scale-1.0", True, 12 * 15)
     assert (unscaled.prompt_kld, unscaled.difference.difference) == (unscaled.decode_kld, 0.0)
