@@ -160,11 +160,6 @@ def collect_stats(run: CalibrationRun) -> CalibrationStats:
     """Collect the statistics of a run; of several processes only the first returns all.
 
     Streamed or whole, they are the same, bit for bit.
-
-    Raises:
-        UsageError: there are fewer batches than shards.
-        ModelError: a weight is NaN or inf.
-        CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
     prepared, shard, group = run.prepared, run.shard, run.group
     chosen = [] if run.plan is None else select_batches(run.plan, run.batch_size, shard)

@@ -282,11 +282,7 @@ def _digest(envelope: _Envelope, arrays: Mapping[str, np.ndarray[Any, Any]], sha
 
 
 def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort half-open ranges of sequences and join adjacent ones.
-
-    Raises:
-        ValueError: two of them overlap.
-    """
+    """Sort half-open ranges of sequences and join adjacent ones; refuse those that overlap."""
     joined: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if joined and first < joined[-1][1]:

@@ -39,11 +39,7 @@ _UNRUNNABLE: Mapping[str, str] = {
 
 
 def check_runnable(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be run on text, before its weights are loaded.
-
-    Raises:
-        ModelError: its text decoder is known not to run, or lacks what its forward pass needs.
-    """
+    """Refuse a model that cannot be run on text, before its weights are loaded."""
     config = model.config.get_text_config(decoder=True)
     why = _UNRUNNABLE.get(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -126,11 +126,7 @@ class HookedCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
 def find_attention(
     attentions: Mapping[int, Attention], layer_idx: int, key: torch.Tensor, value: torch.Tensor
 ) -> Attention:
-    """Return the attention of a layer that caches K and V [B, H, S, D].
-
-    Raises:
-        CalibrationError: the layer has no attention with heads of these sizes.
-    """
+    """Return the attention of a layer that caches K and V [B, H, S, D]."""
     attention, expected = attentions.get(layer_idx), "no K/V"
     sizes = key.shape[-1], value.shape[-1]
     if attention is not None:

@@ -91,12 +91,7 @@ class Journal:
         self._saved_at = time.monotonic()
 
     def load(self) -> None:
-        """Load the checkpoints that earlier runs of the same calibration have left.
-
-        Raises:
-            UsageError: they are of another calibration; the message names the difference.
-            ModelError: a file is damaged.
-        """
+        """Load the checkpoints that earlier runs of the same calibration have left."""
         for path in self.folder.glob(f"{NAME_PREFIX}layers-*[0-9]/{STATS_NAME}"):
             self._read(path)  # check only: `load_layer` loads it
             self.has_layers = True

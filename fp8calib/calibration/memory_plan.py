@@ -157,9 +157,6 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
     """Measure the available memory, and take the smaller of it and --memory.
 
     --memory is the limit of each process; `sharers` processes share the machine.
-
-    Raises:
-        UsageError: --memory is not a positive number.
     """
     if memory_gib is not None:
         check_gib(memory_gib)
@@ -174,12 +171,7 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
 def plan_memory(
     work: Workload, limits: Limits, *, cannot_stream: UsageError | None = None
 ) -> MemoryPlan:
-    """Hold the model whole where it fits, else plan to stream it.
-
-    Raises:
-        UsageError: it fits neither whole nor streamed, and the message says what is needed; or it
-            does not fit whole, and `cannot_stream` is given.
-    """
+    """Hold the model whole where it fits, else plan to stream it."""
     host, device = {"process": limits.process_bytes + _SLACK_BYTES}, whole_bytes(work)
     room, where = limits.device_bytes, "free on the GPU"
     if room is None:
@@ -211,9 +203,6 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
     They fit better if the larger ones do not fit, have to be streamed, or leave a GPU no room for a
     second layer and the hidden states, so that it waits for copies. The plan does not say which
     size it is for: a run that is out of memory halves its batches. With `size` 1 none is halved.
-
-    Raises:
-        UsageError: no size fits.
     """
     if size == 1:
         return plan_memory(work, limits)

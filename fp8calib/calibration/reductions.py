@@ -72,11 +72,7 @@ def reduce_tokens(
 
 
 def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
-    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C].
-
-    Raises:
-        CalibrationError: its shape does not show which rows are padding.
-    """
+    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C]."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     if len(rows) == batch.num_rows:
@@ -229,13 +225,10 @@ def agree(
     """Compare what a kernel gives with what torch gives; a warning says what is wrong.
 
     `tolerance` is relative to each number; without it all are equal.
-
-    Raises:
-        torch.OutOfMemoryError: it says nothing about the kernel.
     """
     try:
         found = {name: x.cpu() for name, x in by_kernel().items()}
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # it says nothing about the kernel
         raise
     except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
         text = f"a kernel is not used: {first_line(error)}"

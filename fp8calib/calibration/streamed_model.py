@@ -239,9 +239,6 @@ def open_streamed(
     """Prepare a model for streaming; it is built without weights.
 
     Only the embeddings of `tokens` (int64, any shape) are read.
-
-    Raises:
-        ModelError: a buffer is neither stored nor computed by transformers.
     """
     keep_freed_memory()
     weights = prepared.weights

@@ -100,9 +100,6 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
     A norm or an embedding that the checkpoint has quantized is not compared, nor is what earlier
     versions recorded in another form. Linears of a checkpoint that is decoded while it is read are
     compared.
-
-    Raises:
-        ModelError: a recorded sketch is damaged.
     """
     num_hashes = 0
     for name, expected in recorded.items():
@@ -194,9 +191,6 @@ def measure_distance(recorded: str, checkpoint: Checkpoint, name: str) -> float:
 
     The estimate is within a quarter of the distance for rounding errors. Two matrices that have
     nothing in common have a distance of 1.4 or more.
-
-    Raises:
-        ModelError: the recorded sketch is damaged.
     """
     text, norm = sketch_matrix(checkpoint, name)
     try:
