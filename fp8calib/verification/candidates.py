@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -199,25 +200,24 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     _check_usable(table, numerics)
     table = _round_scales(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
+
+    def add(attention: Attention, role: Role, **how: Any) -> None:
+        scale, is_used = _find_scale(table, attention, role, numerics)
+        quantizer = Quantizer(fmt=table.fmt, scale=scale, is_scaled=is_used, **how)
+        quantizers[attention.site(role)] = quantizer
+
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
             if attention.producer is None:
-                quantizers[attention.site(role)] = Quantizer(
-                    fmt=table.fmt,
-                    scale=_find_scale(table, attention, role, numerics),
+                add(
+                    *(attention, role),
                     rounding=numerics.kv_rounding,
                     by_reciprocal=numerics.kv_by_reciprocal,
                     in_model_dtype=numerics.kv_in_model_dtype,
                     saturates=table.fmt.name not in numerics.kv_unsaturated,
-                    is_scaled=_uses_scale(table, attention, role, numerics),
                 )
         if numerics.quantizes_query and attention.kind == "heads":
-            quantizers[attention.site(Role.Q)] = Quantizer(
-                fmt=table.fmt,
-                scale=_find_scale(table, attention, Role.Q, numerics),
-                by_reciprocal=numerics.query_by_reciprocal,
-                is_scaled=_uses_scale(table, attention, Role.Q, numerics),
-            )
+            add(attention, Role.Q, by_reciprocal=numerics.query_by_reciprocal)
         if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
             factor = torch.tensor(1 / numerics.probability_factor)
             tile = numerics.find_tile(attention.k_head_dim)
@@ -239,8 +239,8 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
         for role in (Role.K, Role.V):
             own = torch.tensor(1.0)
             if table.scales[attention.site(role)].source is not ScaleSource.ABSENT:
-                own = _find_scale(table, attention, role, numerics)
-            factors.append(own / _find_scale(table, producer, role, numerics))
+                own, _ = _find_scale(table, attention, role, numerics)
+            factors.append(own / _find_scale(table, producer, role, numerics)[0])
         if any(bool((factor != 1).any()) for factor in factors):
             found[attention.module] = factors[0], factors[1]
     return found
@@ -301,31 +301,29 @@ def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
     return replace(table, scales=rounded)
 
 
-def _uses_scale(table: ScaleTable, attention: Attention, role: Role, numerics: Numerics) -> bool:
-    if table.fmt is E5M2 and not numerics.kv_scales_e5m2:
-        return False
-    if role is Role.Q:
-        return not numerics.query_unscaled
-    return attention.kind != "latent" or numerics.kv_scales_latents
-
-
 def _find_scale(
     table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
-) -> torch.Tensor:
-    """Find the scale that the engine uses for K, V or q: 0-dim, or [H, 1, 1] where heads differ."""
+) -> tuple[torch.Tensor, bool]:
+    """Find the scale that the engine uses for K, V or q: 0-dim, or [H, 1, 1] where heads differ.
+
+    Tells also whether it would use another scale there than 1.0.
+    """
     site, is_query = attention.site(role), role is Role.Q
-    is_lacking = is_query and site not in table.scales
-    if is_lacking or not _uses_scale(table, attention, role, numerics):
-        return torch.tensor(1.0)
+    is_used = attention.kind != "latent" or numerics.kv_scales_latents
+    if is_query:
+        is_used = not numerics.query_unscaled
+    is_used = is_used and (table.fmt is not E5M2 or numerics.kv_scales_e5m2)
+    if not is_used or (is_query and site not in table.scales):
+        return torch.tensor(1.0), is_used
     values = table.scales[site].values
     if table.per_head:
         shares_largest = numerics.kv_heads_share_largest and not is_query
-        return values.max() if shares_largest else values.reshape(-1, 1, 1)
+        return values.max() if shares_largest else values.reshape(-1, 1, 1), is_used
     if bool((values == values[0]).all()):
-        return values[0].float()
+        return values[0].float(), is_used
     num_heads = attention.num_heads if is_query else attention.num_kv_heads
     spread = torch.zeros(num_heads)
     for rank in reversed(range(len(values))):  # the first rank that owns a head counts
         heads = rank_range(num_heads, len(values), rank)
         spread[heads.start : heads.stop] = values[rank]
-    return spread.reshape(-1, 1, 1)
+    return spread.reshape(-1, 1, 1), is_used

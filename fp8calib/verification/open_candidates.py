@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.device import DTYPES
-from fp8calib.model.geometry import Layer, ModelGeometry, Role, Site
+from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.geometry_from_config import is_plain, read_geometry
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.weight_source import WeightSource
@@ -184,16 +183,15 @@ def open_candidate(
             f"--scheme {scheme} needs statistics, and {name} holds none",
             hint="leave out --scheme to verify the scales of the file",
         )
-    if not (path.is_dir() and is_fp8_checkpoint(path)):
-        table = _read_scales(name, path, target)
-        made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
-        notes = list(made.notes)
-        if path.is_dir() and target.checkpoint.has_weights:
-            found = _check_weights(path, target)
-            if found and not target.checkpoint.form:
-                notes.append(f"only its KV scales are emulated, not its weights: {found}")
-        return replace(made, origin=table.origin, notes=tuple(notes))
-    return _open_checkpoint(name, path, target)
+    if path.is_dir() and is_fp8_checkpoint(path):
+        return _open_checkpoint(name, path, target)
+    table = _read_scales(name, path, target)
+    made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
+    found = _check_weights(path, target) if target.checkpoint.has_weights else ""
+    if found and not target.checkpoint.form:
+        note = f"only its KV scales are emulated, not its weights: {found}"
+        made = replace(made, notes=(*made.notes, note))
+    return replace(made, origin=table.origin)
 
 
 def _open_stats(
@@ -230,22 +228,21 @@ def _rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibrati
     A multimodal model in memory has its text decoder at another path than the decoder alone that is
     loaded from its folder. Layers correspond by index, and modules by their order in a layer.
     """
-
-    def list_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for layer in layers:
-            if layer.attention is not None:
-                yield layer.attention.module, ()
-            for each in layer.linears:
-                yield each.module, (each.out_features, each.in_features, each.num_experts)
-
-    own, other = stats.geometry.layers, geometry.layers
-    pairs = [*zip_longest(list_modules(own), list_modules(other), fillvalue=("", None))]
-    if any(one[1] != two[1] for one, two in pairs):
+    sizes = {"out_features", "in_features", "num_experts"}  # of linears
+    own, other = (
+        [
+            (part.module, part.model_dump(include=sizes))
+            for layer in each.layers
+            for part in (layer.attention, *layer.linears)
+            if part is not None
+        ]
+        for each in (stats.geometry, geometry)
+    )
+    if [size for _, size in own] != [size for _, size in other]:
         raise ModelError(
-            f"the statistics are of {len(own)} layers, and not of the {len(other)} of the model",
-            hint="calibrate this model",
+            "the layers of the statistics are not those of the model", hint="calibrate this model"
         )
-    paths = {one: two for (one, _), (two, _) in pairs}
+    paths = {old: new for (old, _), (new, _) in zip(own, other, strict=True)}
     if all(old == new for old, new in paths.items()):
         return stats
     sites = {
@@ -278,12 +275,14 @@ def _check_model(name: str, origin: CalibrationOrigin | None, target: Target) ->
         check_origin(name, origin, target.fingerprint)
 
 
-def _check_weights(folder: Path, target: Target) -> str:
+def _check_weights(path: Path, target: Target) -> str:
     """Refuse an overlay whose weights or config are another model's; name a quantized weight."""
     quantized = ""
     try:
-        opened = Checkpoint.open(folder)
+        opened = Checkpoint.open(path) if path.is_dir() else None
     except ModelError:
+        opened = None
+    if opened is None:
         return quantized  # no weights beside the scales: nothing to compare
     with opened as overlay:
         _check_config(overlay, target)
@@ -298,7 +297,7 @@ def _check_weights(folder: Path, target: Target) -> str:
                 name, _SAMPLE_BYTES
             ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
                 raise ModelError(
-                    f"{folder}: its {name} is not that of the model, so the scales belong to "
+                    f"{path}: its {name} is not that of the model, so the scales belong to "
                     "another model",
                     hint="pass the model that the overlay was made from",
                 )
@@ -416,19 +415,22 @@ def judge_loading(
     warnings = [f"{engine.title}: {engine.note}"] if engine.note else []
     if engine.replay_folder is None:
         return [], warnings
-    figures, doubts = "the figures are those of its arithmetic", {}
+    release, figures = engine.release, "the figures are those of its arithmetic"
     unusable: dict[str, str] = {}
+    doubts: dict[str, str] = {}
     reports = dict(_replay_all(engine, model, opened, scheme))
     for name, report in reports.items():
         if report.load_fault:
-            unusable[name] = f"cannot load it ({report.load_fault}); {figures} alone"
+            unusable[name] = f"{release} cannot load it ({report.load_fault}); {figures} alone"
         elif report.unknown:
-            doubts[name] = f"whether {engine.release} loads it is unknown ({report.unknown[0]})"
-    for each in (each for each in opened if each.name not in unusable):
-        if why := _find_unused(each, reports.get(each.name), model, engine):
-            unusable[each.name] = f"does not use its KV scales ({why}); {figures} with them"
-    told = [(name, f"{engine.release} {text}") for name, text in unusable.items()]
-    for name, text in (*told, *doubts.items()):
+            doubts[name] = f"whether {release} loads it is unknown ({report.unknown[0]})"
+    for each in opened:
+        why = _find_unused(each, reports.get(each.name), model, engine)
+        if why and each.name not in unusable:
+            unusable[each.name] = (
+                f"{release} does not use its KV scales ({why}); {figures} with them"
+            )
+    for name, text in (*unusable.items(), *doubts.items()):
         warnings.append(f"{'the unquantized model' if name == SCALE_ONE else name}: {text}")
     return list(unusable), warnings
 

@@ -22,7 +22,6 @@ from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementH
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import (
     Changed,
-    ScaleRange,
     WeightParameter,
 )
 from fp8calib.verification.token_scores import open_lm_head
@@ -70,7 +69,7 @@ class _Failing:
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         values[self.parameters[0].name].fill_(7.0)
         damage = torch.zeros(6, dtype=torch.float64)
-        yield self.parameters[0], damage, ScaleRange(Granularity.TENSOR, 1.0, 1.0)
+        yield self.parameters[0], damage, (Granularity.TENSOR, 1.0, 1.0)
         raise Interrupted
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -73,49 +73,30 @@ class WeightParameter:
             yield source.read(self.name)
 
 
-class ScaleRange(NamedTuple):
-    """The granularity of a weight's scales, and their extremes."""
-
-    per: Granularity
-    smallest: float
-    largest: float
-
-
+ScaleRange = tuple[Granularity, float, float]
+"""The granularity of a weight's scales, the smallest and the largest."""
 Changed = tuple[WeightParameter, torch.Tensor, ScaleRange]
 """A parameter, the sums of `measure_damage`, and the scales that the unquantized weight has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightChange:
-    """A change to weights that are replaced together."""
-
-    parameters: tuple[WeightParameter, ...]
-    """The replaced parameters."""
-    inputs: Mapping[str, Activation] = field(default_factory=dict)
-    """By parameter in FP8: how its inputs are scaled."""
-    again: Quantizer | None = None
-    """How the engine quantizes the quantized weights again at load; None: it does not."""
-    through_float16: bool = False
-    """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
-
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
-        """Replace `values` (by parameter name) in place; tell of each that is quantized."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requantized(WeightChange):
+class Requantized:
     """A fused group that is quantized here, as an engine's loader would do it.
 
     Per-tensor scales are shared by the whole group.
     """
 
+    parameters: tuple[WeightParameter, ...]
     quantizer: Quantizer
+    again: Quantizer | None = None
+    """How the engine quantizes the quantized weights again at load; None: it does not."""
+    through_float16: bool = False
+    """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
     stored: WeightSource | None = None
     """Reads the weights in the checkpoint's dtype, if the model's rounds them; else None."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
-        """Quantize in place, expert by expert."""
+        """Quantize `values` (by parameter name) in place, expert by expert; tell of each."""
         per = self.quantizer.scale
         parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
         parts = [([], []) for _ in self.parameters]
@@ -141,7 +122,8 @@ class Requantized(WeightChange):
                     weight.copy_(became)
         for parameter, (damage, scales) in zip(self.parameters, parts, strict=True):
             ends = torch.stack(torch.aminmax(torch.stack(scales)))  # a GPU is waited for once
-            yield parameter, sum_damage(damage), ScaleRange(per, *ends.tolist())
+            smallest, largest = ends.tolist()
+            yield parameter, sum_damage(damage), (per, smallest, largest)
 
     def _list_pieces(
         self, parameter: WeightParameter, value: torch.Tensor
@@ -157,20 +139,22 @@ class Requantized(WeightChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWeight(WeightChange):
+class HeldWeight:
     """A weight of an FP8 checkpoint, dequantized, with what `Fp8Checkpoint` does for an engine.
 
     Or an unquantized tensor that differs from the original model's: some tools fold factors into
     norms and embeddings before they quantize (SmoothQuant).
     """
 
+    parameters: tuple[WeightParameter]
     source: WeightSource
     fmt: Fp8Format
+    again: Quantizer | None = None
+    """As of `Requantized`."""
     clip_limits: WeightSource | None = None
     """The largest magnitude that the checkpoint can store for each element; None: it is in 16 bits,
     as in the next."""
     scales: ScaleRange | None = None
-    """The range of the checkpoint's scales."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Copy the stored weight over the values, expert by expert; tell of it if it is FP8."""
@@ -194,6 +178,10 @@ class HeldWeight(WeightChange):
             piece.copy_(became)
         if self.scales is not None:
             yield parameter, sum_damage(damage), self.scales
+
+
+WeightChange = Requantized | HeldWeight
+"""A change to weights that are replaced together."""
 
 
 def find_clipped(
@@ -283,7 +271,7 @@ def changed_weights(
 
 
 def emulate_linears(
-    linears: Iterable[WeightChange],
+    linears: Iterable[tuple[WeightChange, Mapping[str, Activation]]],
     fmt: Fp8Format,
     geometry: ModelGeometry,
     numerics: Numerics,
@@ -293,26 +281,21 @@ def emulate_linears(
 ) -> Candidate:
     """Emulate an engine that loads FP8 weights of one format, and tensors `copied` beside them.
 
-    The inputs of a weight without a site stay in 16 bits, as no hook sees them.
+    Beside weights, by parameter, is how the engine scales their inputs. Those of a weight without a
+    site stay in 16 bits, as no hook sees them.
     """
     is_rounded = _find_rounded(geometry, numerics)
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
-    for change in linears:
-        first = change.parameters[0]
-        kinds = {each.kind for each in change.inputs.values() if not each.is_mx}
-        again, passes = None, False
-        if InputScaling.GROUP in kinds and is_rounded(first.name):
-            again = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
-        if isinstance(change, Requantized):  # `Fp8Checkpoint` does this for stored weights
-            is_expert_down = first.num_experts > 0 and len(first.sites) == 1
-            is_per_tensor = change.quantizer.scale is Granularity.TENSOR
-            passes = numerics.weights_through_float16 and is_per_tensor and not is_expert_down
-        changes.append(replace(change, again=again, through_float16=passes))
-        for parameter in (each for each in change.parameters if each.sites):
+    for change, inputs in linears:
+        kinds = {each.kind for each in inputs.values() if not each.is_mx}
+        if InputScaling.GROUP in kinds and is_rounded(change.parameters[0].name):
+            rounded = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
+            change = replace(change, again=rounded)  # noqa: PLW2901
+        changes.append(change)
+        for parameter in change.parameters:
             quantizer = _quantize_inputs(
-                *(change.inputs[parameter.name], fmt, numerics),
-                is_rounded=is_rounded(parameter.name),
+                *(inputs[parameter.name], fmt, numerics), is_rounded=is_rounded(parameter.name)
             )
             if quantizer is not None:
                 sites = (Site(site.module, Role.INPUT) for site in parameter.sites)
@@ -438,8 +421,9 @@ def emulate_planned(
         group = inside[0].fused_group if is_whole else name
         groups[group].append(replace(parameter, num_parts=parts))
 
-    def quantize(group: Sequence[WeightParameter]) -> Requantized:
-        scheme, inputs = schemes[group[0].name], {}
+    def quantize(group: list[WeightParameter]) -> tuple[Requantized, Mapping[str, Activation]]:
+        first, inputs = group[0], {}
+        scheme = schemes[first.name]
         for parameter in group:
             scales = []
             if scale_input is not None and scheme.has_static_inputs:
@@ -447,7 +431,8 @@ def emulate_planned(
             # experts share the largest
             scale = max(scales, default=None)
             inputs[parameter.name] = Activation(kind=scheme.inputs, is_mx=scheme.is_mx, scale=scale)
-        return Requantized(
+        passes = numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR
+        change = Requantized(
             parameters=tuple(group),
             quantizer=Quantizer(
                 fmt=fmt,
@@ -456,9 +441,10 @@ def emulate_planned(
                 power_of_two=scheme.has_power_of_two_scales,
                 smallest_scale=SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE,
             ),
+            through_float16=passes and not (first.num_experts and len(first.sites) == 1),
             stored=source if any(_is_rounded(each.name, source) for each in group) else None,
-            inputs=inputs,
         )
+        return change, inputs
 
     weights = [quantize(group) for group in groups.values()]
     notes = []
@@ -514,7 +500,7 @@ def emulate_stored(
     limits = source.reading_from(
         SimpleNamespace(folder=folder, tensors=checkpoint.tensors, read=read, read_rows=read)
     )
-    weights: list[HeldWeight] = []
+    weights: list[tuple[HeldWeight, Mapping[str, Activation]]] = []
     for parameter in find_parameters(geometry, model):
         tensors = sorted(_list_tensors(parameter.name, source))
         unquantized = [name for name in tensors if name not in checkpoint.quantized]
@@ -525,16 +511,15 @@ def emulate_stored(
         others.pop(parameter.name, None)
         scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in tensors])
         per = checkpoint.granularity(tensors[0])
-        weights.append(
-            HeldWeight(
-                parameters=(parameter,),
-                source=source,
-                fmt=checkpoint.fmt,
-                clip_limits=limits,
-                scales=ScaleRange(per, float(scales.min()), float(scales.max())),
-                inputs={parameter.name: _join_inputs(parameter.name, tensors, checkpoint)},
-            )
+        change = HeldWeight(
+            parameters=(parameter,),
+            source=source,
+            fmt=checkpoint.fmt,
+            clip_limits=limits,
+            scales=(per, float(scales.min()), float(scales.max())),
         )
+        inputs = _join_inputs(parameter.name, tensors, checkpoint)
+        weights.append((change, {parameter.name: inputs}))
     if not weights:
         raise ModelError(
             f"{folder}: none of its FP8 weights belongs to a linear of the model",
