@@ -256,31 +256,39 @@ def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:
 
 
 def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
-    if why := explain_plain_cache(table, numerics):
-        hint = "write the scales as a kv-overlay: its kv_cache_scheme makes the cache FP8"
-        raise VerificationError(why, hint=hint)
-    if table.per_head and not numerics.kv_per_head:
-        raise VerificationError(
-            f"the scales are per head, and {numerics.name} loads one per tensor",
-            hint="use an engine that supports them: --engine vllm",
-        )
     if not fits_heads(table.geometry, table.tp):
         raise ModelError(
             f"the scales are for {table.tp} ranks, and the model's heads cannot be split over them",
             hint="is the file of another model? the ranks must divide the attention heads",
         )
+    engine, plain = numerics.name, explain_plain_cache(table, numerics)
     is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
-    is_misread = table.dialect in numerics.kv_misread_latents
-    if is_misread and table.geometry.has_latent_attention and is_scaled:
-        raise VerificationError(
-            f"{numerics.name} stores latents without these scales, but multiplies by them",
-            hint="serve the model without scales of latents, or with 1.0",
-        )
-    if table.fmt is E5M2 and is_scaled and not numerics.kv_scales_e5m2:
-        raise VerificationError(
-            f"{numerics.name} uses no scales with an e5m2 KV cache",
-            hint="use --fp8-dtype e4m3fn; e5m2 is verified only at scale 1.0",
-        )
+    has_latents = table.geometry.has_latent_attention
+    faults = (
+        (
+            bool(plain),
+            plain,
+            "write the scales as a kv-overlay: its kv_cache_scheme makes the cache FP8",
+        ),
+        (
+            table.per_head and not numerics.kv_per_head,
+            f"the scales are per head, and {engine} loads one per tensor",
+            "use an engine that supports them: --engine vllm",
+        ),
+        (
+            is_scaled and has_latents and table.dialect in numerics.kv_misread_latents,
+            f"{engine} stores latents without these scales, but multiplies by them",
+            "serve the model without scales of latents, or with 1.0",
+        ),
+        (
+            is_scaled and table.fmt is E5M2 and not numerics.kv_scales_e5m2,
+            f"{engine} uses no scales with an e5m2 KV cache",
+            "use --fp8-dtype e4m3fn; e5m2 is verified only at scale 1.0",
+        ),
+    )
+    for applies, why, hint in faults:
+        if applies:
+            raise VerificationError(why, hint=hint)
 
 
 def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
