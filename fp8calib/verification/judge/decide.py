@@ -193,24 +193,17 @@ def _decide_without(
     for paired in need.removed:
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {paired.candidate} {describe_pair(paired)}{by_chance}.")
-    fails, passing, fault = _fails(one, report), _list_passing(scaled, report), ""
-    is_unknown = one.verdict is Verdict.CANNOT_TELL
-    if fails:
-        fault = _spell_failure(one, report)
-    elif is_unknown:
-        fault = _VERDICTS[one.verdict]
-    elif report.has_gate and one.verdict is Verdict.WARN:
-        fault = f"gets a warning of the {one.gate} gate"
+    fault, passing = _find_fault(one, report), _list_passing(scaled, report)
+    warning = fault
+    if not fault and report.has_gate and one.verdict is Verdict.WARN:
+        warning = f"gets a warning of the {one.gate} gate"
         passing = [each for each in passing if each.verdict is not Verdict.WARN]
-    if fault and passing:
+    if warning and passing:
         best = min(passing, key=get_kld).name
-        headline = f"Scale 1.0 {fault}: use {best}."
+        headline = f"Scale 1.0 {warning}: use {best}."
         return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
-    if fails:
-        headline, details = f"{_NOT_NEEDED}, but an FP8 cache {fault}.", [*details, _LEAVE_LAYERS]
-        return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
-    if is_unknown:
-        return _decide(f"{_NOT_NEEDED}, but {_spell_doubt('an FP8 cache', report)}.", *details)
+    if fault:
+        return _decide_on_fault(f"{_NOT_NEEDED}, but an FP8 cache {fault}.", details, one)
     if SCALE_ONE in report.unusable:
         return _decide(f"{_NOT_NEEDED}, but the engine cannot load it.", *details, _OTHER_ENGINE)
     return _decide(f"{_NOT_NEEDED}.", *details, remedy=Remedy.SERVE, candidate=SCALE_ONE)
@@ -229,13 +222,8 @@ def _choose_scaled(
     best = min(passing or loadable, key=get_kld)
     name, kld = best.name, format_mean_kld(best.kld_mean, best.kld_se)
     cost = f"{name} costs KLD {kld}"
-    if _fails(best, report):
-        headline = f"{_NEEDED}, and with {name} it still {_spell_failure(best, report)}."
-        details = (where, f"{cost}. {_LEAVE_LAYERS}")
-        return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=name)
-    if best.verdict is Verdict.CANNOT_TELL:
-        headline = f"{_NEEDED}. {name} fits, but {_spell_doubt('it', report)}."
-        return _decide(headline, where, f"{cost}.")
+    if fault := _find_fault(best, report):
+        return _decide_on_fault(f"{_NEEDED}. {name} fits, but {fault}.", [where, f"{cost}."], best)
     removed = next(format_difference(pair) for pair in need.removed if pair.candidate == name)
     # `where` has the cost of the scales that fit best
     gain = [] if kld in where else [f"{cost}: {removed} against scale 1.0."]
@@ -251,7 +239,8 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
     """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
     left = [one for one in found if one.name not in report.unusable]
     unusable = [f"The engine cannot use {one.name}." for one in found if one not in left]
-    failed = [one for one in left if _fails(one, report)]
+    known = (one for one in left if one.verdict is not Verdict.CANNOT_TELL)
+    failed = [one for one in known if _find_fault(one, report)]
     only = _judge(found[0], report) if len(found) == 1 else ""
     if passing := _list_passing(found, report):
         best = min(passing, key=get_kld)
@@ -291,15 +280,19 @@ def _cost(one: CandidateResult) -> str:
 # --- both -----------------------------------------------------------------------------------------
 
 
-def _spell_failure(one: CandidateResult, report: VerifyReport) -> str:
-    """Spell a failure: of the gate that was asked for, else in words."""
-    return f"fails the {one.gate} gate" if report.has_gate else "loses much"
+def _find_fault(one: CandidateResult, report: VerifyReport) -> str:
+    """Say why a candidate does not pass; empty if it does. A warning fails a strict gate."""
+    if one.verdict is Verdict.FAIL or (report.is_strict and one.verdict is Verdict.WARN):
+        return f"fails the {one.gate} gate" if report.has_gate else "loses much"
+    return _VERDICTS[one.verdict] if one.verdict is Verdict.CANNOT_TELL else ""
 
 
-def _spell_doubt(what: str, report: VerifyReport) -> str:
-    if report.has_gate:
-        return f"whether {what} passes cannot be told"
-    return f"this text cannot tell what {what} costs"
+def _decide_on_fault(headline: str, details: Sequence[str], one: CandidateResult) -> Decision:
+    """Decide where the best candidate does not pass."""
+    if one.verdict is Verdict.CANNOT_TELL:
+        return _decide(headline, *details)
+    details = [*details, _LEAVE_LAYERS]
+    return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=one.name)
 
 
 def _compare_with_best(
@@ -315,15 +308,10 @@ def _compare_with_best(
     return others, ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
 
 
-def _fails(one: CandidateResult, report: VerifyReport) -> bool:
-    """Whether the gate fails: by a warning too if it is strict."""
-    return one.verdict is Verdict.FAIL or (report.is_strict and one.verdict is Verdict.WARN)
-
-
 def _list_passing(found: Sequence[CandidateResult], report: VerifyReport) -> list[CandidateResult]:
     """List the candidates that the engine loads and that pass."""
-    usable = (one for one in found if one.name not in report.unusable and not _fails(one, report))
-    return [one for one in usable if one.verdict is not Verdict.CANNOT_TELL]
+    usable = (one for one in found if one.name not in report.unusable)
+    return [one for one in usable if not _find_fault(one, report)]
 
 
 def get_kld(one: CandidateResult) -> float:
