@@ -293,7 +293,7 @@ def emulate_linears(
             rounded = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
             change = replace(change, again=rounded)  # noqa: PLW2901
         changes.append(change)
-        for parameter in change.parameters:
+        for parameter in (each for each in change.parameters if each.sites):
             quantizer = _quantize_inputs(
                 *(inputs[parameter.name], fmt, numerics), is_rounded=is_rounded(parameter.name)
             )
