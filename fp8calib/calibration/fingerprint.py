@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
+from contextlib import suppress
 from importlib import metadata
 
 from fp8calib import __version__
@@ -45,15 +45,6 @@ def versions(kinds: Iterable[Modality] = ()) -> dict[str, str]:
     names = {name for kind in kinds for name in _DECODERS.get(kind, ())}
     found = {"fp8calib": __version__}
     for name in ("torch", "transformers", *sorted(names)):
-        if version := _read_version(name):
-            found[name] = version
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
-
-
-@cache
-def _read_version(package: str) -> str:
-    """Read the version of an installed package; empty if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
-from fp8calib.model.geometry import Attention, Linear, ModelGeometry
+from fp8calib.model.geometry import Attention, Linear, ModelGeometry, Role, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,12 @@ class ExpertsCall:
     def num_experts(self) -> int:
         """How many experts the layer has."""
         return int(self.module.down_proj.shape[0])
+
+    @property
+    def input_sites(self) -> list[Site]:
+        """The sites that read the input of the experts: gate, if there is one, and up."""
+        names = ("gate_proj", "up_proj") if self.module.has_gate else ("up_proj",)
+        return [Site(f"{self.path}.{name}", Role.INPUT) for name in names]
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,25 +298,23 @@ def peak_of_pairs(left: Sequence[int], taken: Sequence[int]) -> int:
 
 
 def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limits) -> None:
-    if (needed := sum(host.values())) > limits.host_bytes:
-        advice = "use a machine with more memory"
-        if limits.host_why == GIVEN:
+    rooms = [(host, limits.host_bytes, "", limits.host_why)]
+    if limits.device_bytes is not None:
+        rooms.append((device, limits.device_bytes, " on the GPU", "free"))
+    for parts, room, place, why in rooms:
+        if (needed := sum(parts.values())) <= room:
+            continue
+        hint = "use --device cpu" if place else "use a machine with more memory"
+        if why == GIVEN:
             smallest = math.ceil((needed + _ROUNDED_BYTES) / GIB * 100) / 100
-            advice = f"use --memory {smallest:.2f} or more"
-        can_shrink = needed - host.get("micro-batch", 0) <= limits.host_bytes
-        decimals = count_decimals(needed, limits.host_bytes)
+            hint = f"use --memory {smallest:.2f} or more"
+        if needed - parts.get("micro-batch", 0) <= room:
+            hint += ", or a smaller --batch-size or --seq-len"
+        decimals = count_decimals(needed, room)
         raise UsageError(
-            f"even layer by layer the model needs {describe_peak(host, decimals)}, but "
-            f"{format_gib(limits.host_bytes, decimals)} are {limits.host_why}",
-            hint=f"{advice}, or a smaller --batch-size or --seq-len" if can_shrink else advice,
-        )
-    free, needed = limits.device_bytes, sum(device.values())
-    if free is not None and needed > free:
-        decimals = count_decimals(needed, free)
-        raise UsageError(
-            f"even layer by layer the model needs {format_gib(needed, decimals)} on the GPU, but "
-            f"{format_gib(free, decimals)} are free",
-            hint="use a smaller --batch-size or --seq-len, or --device cpu",
+            f"even layer by layer the model needs {describe_peak(parts, decimals)}{place}, but "
+            f"{format_gib(room, decimals)} are {why}",
+            hint=hint,
         )
 
 

@@ -88,8 +88,7 @@ class Recorder:
 
     def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Record the input of gate and up per channel and per expert."""
-        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
-        sites = [Site(f"{call.path}.{name}", Role.INPUT) for name in names]
+        sites = call.input_sites
         seen = observe_expert_input(self.batch, sites[0], hidden, call.index, call.num_experts)
         self._pending.extend((site, seen) for site in sites)
         return hidden

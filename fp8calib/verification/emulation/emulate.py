@@ -143,8 +143,7 @@ class EmulationHooks:
 
     def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Quantize the input of gate and up."""
-        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
-        return self._input([Site(f"{call.path}.{name}", Role.INPUT) for name in names], hidden)
+        return self._input(call.input_sites, hidden)
 
     def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Quantize the input of down."""
