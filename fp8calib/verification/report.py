@@ -230,20 +230,6 @@ class HistogramResult(Frozen):
     """scale * smallest subnormal / 2: below this, values flush to zero."""
 
 
-class WorstText(Frozen):
-    """A sequence that loses much with a candidate, quoted up to the token that loses most."""
-
-    candidate: str
-    sequence: int
-    """Counted from 1."""
-    kld: float
-    """The mean of its tokens."""
-    before: str
-    worst: str
-    """The token that loses most."""
-    worst_kld: float
-
-
 class RuleResult(Frozen):
     """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
@@ -339,8 +325,8 @@ class VerifyReport(Frozen):
     """Only for the page, as are the next two."""
     sequence_klds: Mapping[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
     """By candidate: the mean divergence of each sequence, in their order."""
-    worst_texts: tuple[WorstText, ...] = Field(default=(), exclude=True)
-    """Texts of the candidate that the decision is about, the largest divergence first."""
+    worst_texts: Any = Field(default=None, exclude=True)
+    """A `Table` of texts of the candidate that the decision is about."""
     unusable: tuple[str, ...] = Field(default=(), exclude=True)
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     has_gate: bool = Field(default=False, exclude=True)

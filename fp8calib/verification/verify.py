@@ -27,6 +27,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
 from fp8calib.numerics.schemes import Granularity
+from fp8calib.text import Table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import (
     EmulationHooks,
@@ -54,7 +55,6 @@ from fp8calib.verification.report import (
     SiteFit,
     Verdict,
     VerifyReport,
-    WorstText,
 )
 from fp8calib.verification.score import Scores, score
 from fp8calib.verification.summary import (
@@ -64,6 +64,7 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
+from fp8calib.verification.tables import format_kld
 from fp8calib.verification.token_scores import scoring_bytes, split_sequences
 
 if TYPE_CHECKING:
@@ -533,7 +534,7 @@ def list_shown_on_page(
     return {
         "histograms": tuple(_list_histograms(asked)),
         "sequence_klds": means,
-        "worst_texts": tuple(_quote_texts(name, klds[name], means[name], asked.plan, decode)),
+        "worst_texts": _quote_texts(name, klds[name], means[name], asked.plan, decode),
     }
 
 
@@ -565,19 +566,18 @@ def _quote_texts(
     means: Sequence[float],
     plan: DataPlan,
     decode: Callable[[list[int]], str],
-) -> Iterator[WorstText]:
-    text = list(batches(plan, 1))
+) -> Table | None:
+    """Quote the sequences that lose most, each up to the token that loses most."""
+    text, rows = list(batches(plan, 1)), []
     for index in sorted(range(len(klds)), key=lambda index: -means[index])[:_MOST_TEXTS]:
         if not means[index] > 0:
-            return
+            break
         worst = int(klds[index].argmax())
         at = int(text[index].scored[0][worst]) + 1
         ids = plan.sequences[index][max(at - _TOKENS_BEFORE, 0) : at + 1].tolist()
-        yield WorstText(
-            candidate=name,
-            sequence=index + 1,
-            kld=means[index],
-            before=f"{'... ' * (at > _TOKENS_BEFORE)}{decode(ids[:-1])}",
-            worst=decode(ids[-1:]),
-            worst_kld=float(klds[index][worst]),
-        )
+        before = f"{'... ' * (at > _TOKENS_BEFORE)}{decode(ids[:-1])}"
+        figures = format_kld(means[index]), decode(ids[-1:]), format_kld(float(klds[index][worst]))
+        rows.append([str(index + 1), *figures, before])
+    columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
+    title = f"Texts that lose most with {name}"
+    return Table(title=title, columns=columns, rows=rows, words=(2, 4)) if rows else None

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from fp8calib.text import Table
 from fp8calib.verification.report import (
     SCALE_ONE,
     Decision,
@@ -13,7 +14,6 @@ from fp8calib.verification.report import (
     RuleResult,
     Verdict,
     VerifyReport,
-    WorstText,
 )
 from tests.kit.reports import make_candidate, make_layer, make_small
 
@@ -77,17 +77,18 @@ def make_report() -> VerifyReport:
             name: tuple(kld * np.exp(random.normal(0, 0.4, SEQUENCES)))
             for name, _, _, kld, _ in CANDIDATES
         },
-        worst_texts=(
-            WorstText(
-                candidate=OVERLAY,
-                sequence=9,
-                kld=0.02,
-                before="... the scales of a cache are read once, when the model is loaded,\\nand",
-                worst=" then",
-                worst_kld=0.5,
-            ),
-        )
-        * 5,
+        worst_texts=Table(
+            title=f"Texts that lose most with {OVERLAY}",
+            columns=["sequence", "KLD mean", "worst token", "its KLD", "text before it"],
+            rows=[
+                [
+                    *("9", "0.0200", " then", "0.5000"),
+                    "... the scales of a cache are read once, when the model is loaded,\\nand",
+                ]
+            ]
+            * 5,
+            words=(2, 4),
+        ),
         rules=(
             RuleResult(
                 candidate="stats.safetensors",

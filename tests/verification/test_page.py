@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from xml.etree.ElementTree import Element, fromstring
 
 import pytest
 
+from fp8calib.text import Table
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.page.charts import (
     BASELINE,
@@ -30,7 +32,6 @@ from fp8calib.verification.report import (
     RunProvenance,
     Verdict,
     VerifyReport,
-    WorstText,
 )
 from fp8calib.verification.tables import candidates_table
 from tests.kit.reports import make_candidate, make_layer, make_small
@@ -80,7 +81,12 @@ PROVENANCE = RunProvenance(
     data_hash="cd" * 32,
     versions={"fp8calib": "9.9", "torch": "2.x"},
 )
-LOST = WorstText(candidate="a", sequence=3, kld=0.5, before="... as", worst="typed", worst_kld=7.25)
+LOST = Table(
+    title="Texts that lose most with a",
+    columns=["sequence", "KLD mean", "worst token", "its KLD", "text before it"],
+    rows=[["3", "0.5000", "typed", "7.2500", "... as"]],
+    words=(2, 4),
+)
 SAYS: dict[str, tuple[VerifyReport, str, int, list[str]]] = {
     # the report, a word of the page, how far behind it words begin, and these words
     "the conclusion": (
@@ -100,7 +106,7 @@ SAYS: dict[str, tuple[VerifyReport, str, int, list[str]]] = {
          "Hash of the model", "ab" * 32, "Hash of the text", "cd" * 32],
     ),
     "texts that lose": (
-        make_small(worst_texts=(LOST,)), "Texts that lose most with a", 6,
+        make_small(worst_texts=LOST), "Texts that lose most with a", 6,
         ["3", "0.5000", "typed", "7.2500", "... as"],
     ),
 }  # fmt: skip
@@ -200,7 +206,7 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
         warnings=(HOSTILE,),
         candidates=(make_candidate(HOSTILE, verdict_why=HOSTILE, description=HOSTILE),),
         layers=(make_layer(HOSTILE, 0, sqnr_db=9.0, clipped=0.5),),
-        worst_texts=(LOST.model_copy(update={"before": HOSTILE, "worst": HOSTILE}),),
+        worst_texts=replace(LOST, rows=[["3", "0.5000", HOSTILE, "7.2500", HOSTILE]]),
     )
     write_page(hostile, tmp_path / "page.html", gate=GATES["kv"])
     page = (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -154,16 +154,8 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
         "rises with the position, errors in the KV cache accumulate.",
         figures=[*_draw_sequences(report, styles), *_draw_positions(report, styles)],
     )
-    rows = [
-        [str(t.sequence), format_kld(t.kld), t.worst, format_kld(t.worst_kld), t.before]
-        for t in report.worst_texts
-    ]
-    if rows:
-        columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
-        yield PageSection(
-            title=f"Texts that lose most with {report.worst_texts[0].candidate}",
-            table=Table(columns=columns, rows=rows, words=(2, 4)),
-        )
+    if (texts := report.worst_texts) is not None:
+        yield PageSection(title=texts.title, table=texts)
     yield PageSection(
         title="SQNR by layer",
         lead="The signal to quantization noise ratio: higher is better, 3 dB more is half the "
