@@ -71,7 +71,6 @@ from fp8calib.verification.tables import (
 )
 from fp8calib.verification.verify import (
     Verification,
-    list_shown_on_page,
     open_scored,
     plan_verification,
     run_verification,
@@ -420,6 +419,8 @@ def complete_report(
             return " ".join(map(str, ids))
         text = tokenizer.decode(ids, skip_special_tokens=False)
         return fit_line(text.replace("\n", "↵"))
+
+    from fp8calib.verification.page.page import list_shown_on_page
 
     return report.model_copy(update=list_shown_on_page(asked, report, scores, decode))
 

@@ -216,20 +216,6 @@ class LayerResult(Frozen):
     """None where the scale was not measured beside a fitted one: that of an input or a weight."""
 
 
-class HistogramResult(Frozen):
-    """Magnitudes that calibration observed at one site, with the range of its scale."""
-
-    site: str
-    lower_edges_log2: tuple[float, ...]
-    """Lower edge of each bin, as log2 |x|; the bins are 1/8 octave wide."""
-    counts: tuple[int, ...]
-    scale: float
-    largest: float
-    """scale * fmt.max: above this, values clip."""
-    smallest: float
-    """scale * smallest subnormal / 2: below this, values flush to zero."""
-
-
 class RuleResult(Frozen):
     """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
@@ -321,8 +307,8 @@ class VerifyReport(Frozen):
     comparisons: tuple[PairedResult, ...] = ()
     """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
     other engine."""
-    histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
-    """Only for the page, as are the next two."""
+    histograms: Mapping[str, Any] = Field(default_factory=dict, exclude=True)
+    """Only for the page, as are the next two: charts of what calibration saw, by site."""
     sequence_klds: Mapping[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
     """By candidate: the mean divergence of each sequence, in their order."""
     worst_texts: Any = Field(default=None, exclude=True)

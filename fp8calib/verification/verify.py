@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,7 @@ from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.histogram import lower_edge
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.text import Table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import (
     EmulationHooks,
@@ -44,7 +41,6 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
-    HistogramResult,
     KvNeed,
     LayerResult,
     NoiseResult,
@@ -64,7 +60,6 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.tables import format_kld
 from fp8calib.verification.token_scores import scoring_bytes, split_sequences
 
 if TYPE_CHECKING:
@@ -509,75 +504,3 @@ def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:
         )
         for rule in ranked
     )
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-_MOST_TEXTS, _TOKENS_BEFORE = 5, 24
-
-
-def list_shown_on_page(
-    asked: Verification, report: VerifyReport, scores: Scores, decode: Callable[[list[int]], str]
-) -> dict[str, object]:
-    """List the fields of a report that the page alone shows.
-
-    The texts that lose most are quoted for the candidate that the decision is about.
-    """
-    klds = {
-        each.name: list(split_sequences(scores.candidates[each.name].klds, asked.plan.lengths))
-        for each in asked.candidates
-    }
-    means = {
-        name: tuple(float(each.double().mean()) for each in parts) for name, parts in klds.items()
-    }
-    name = report.decision.candidate or report.candidates[0].name
-    return {
-        "histograms": tuple(_list_histograms(asked)),
-        "sequence_klds": means,
-        "worst_texts": _quote_texts(name, klds[name], means[name], asked.plan, decode),
-    }
-
-
-def _list_histograms(asked: Verification) -> Iterator[HistogramResult]:
-    """List what the first statistics saw at the sites that its candidate scales statically."""
-    candidate = next((each for each in asked.candidates if each.stats is not None), Candidate())
-    for site, quantizer in candidate.quantizers.items():
-        seen = None if candidate.stats is None else candidate.stats.sites.get(site)
-        if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
-            continue
-        filled = seen.histogram[1:].nonzero().flatten() + 1
-        if not len(filled):
-            continue
-        scale, fmt = float(quantizer.scale.max()), quantizer.fmt
-        bins = range(int(filled[0]), int(filled[-1]) + 1)
-        yield HistogramResult(
-            site=str(site),
-            lower_edges_log2=tuple(math.log2(lower_edge(index)) for index in bins),
-            counts=tuple(seen.histogram[bins.start : bins.stop].tolist()),
-            scale=scale,
-            largest=scale * fmt.max,
-            smallest=scale * fmt.smallest_subnormal / 2,
-        )
-
-
-def _quote_texts(
-    name: str,
-    klds: Sequence[torch.Tensor],
-    means: Sequence[float],
-    plan: DataPlan,
-    decode: Callable[[list[int]], str],
-) -> Table | None:
-    """Quote the sequences that lose most, each up to the token that loses most."""
-    text, rows = list(batches(plan, 1)), []
-    for index in sorted(range(len(klds)), key=lambda index: -means[index])[:_MOST_TEXTS]:
-        if not means[index] > 0:
-            break
-        worst = int(klds[index].argmax())
-        at = int(text[index].scored[0][worst]) + 1
-        ids = plan.sequences[index][max(at - _TOKENS_BEFORE, 0) : at + 1].tolist()
-        before = f"{'... ' * (at > _TOKENS_BEFORE)}{decode(ids[:-1])}"
-        figures = format_kld(means[index]), decode(ids[-1:]), format_kld(float(klds[index][worst]))
-        rows.append([str(index + 1), *figures, before])
-    columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
-    title = f"Texts that lose most with {name}"
-    return Table(title=title, columns=columns, rows=rows, words=(2, 4)) if rows else None

@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from fp8calib.text import Table
+from fp8calib.verification.page.charts import Figure, histogram
 from fp8calib.verification.report import (
     SCALE_ONE,
     Decision,
-    HistogramResult,
     LayerResult,
     PositionResult,
     RuleResult,
@@ -70,7 +70,7 @@ def make_report() -> VerifyReport:
             headline="k of layers 0 and 16 clips at scale 1.0: calibrate. One scale a tensor is "
             "enough; scales by head change nothing that can be measured."
         ),
-        histograms=tuple(
+        histograms=dict(
             _make_histogram(random, role, layer) for role in "kv" for layer in range(LAYERS)
         ),
         sequence_klds={
@@ -121,18 +121,13 @@ def _make_layer(name: str, layer: int, role: str) -> LayerResult:
     )
 
 
-def _make_histogram(random: np.random.Generator, role: str, layer: int) -> HistogramResult:
-    largest = float(AMAX[role][layer])
+def _make_histogram(random: np.random.Generator, role: str, layer: int) -> tuple[str, Figure]:
+    largest, site = float(AMAX[role][layer]), f"model.layers.{layer}.self_attn.{role}"
     sample = np.abs(random.standard_t(4, 60_000)) + 1e-9
     octaves = np.log2(sample / sample.max() * largest)
     bins = np.floor(octaves * BINS_PER_OCTAVE).astype(int)
     first = int(bins.min())
     counts = np.bincount(bins - first).tolist()
-    return HistogramResult(
-        site=f"model.layers.{layer}.self_attn.{role}",
-        lower_edges_log2=tuple((first + n) / BINS_PER_OCTAVE for n in range(len(counts))),
-        counts=tuple(counts),
-        scale=largest / 448,
-        largest=largest,
-        smallest=math.ldexp(largest / 448, -10),
-    )
+    by_edge = {(first + n) / BINS_PER_OCTAVE: count for n, count in enumerate(counts)}
+    ends = math.ldexp(largest / 448, -10), largest
+    return site, histogram(site, by_edge, largest / 448, ends)

@@ -5,10 +5,10 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree.ElementTree import Element, fromstring
 
 import pytest
+from markupsafe import Markup
 
 from fp8calib.text import Table
 from fp8calib.verification.judge.gates import GATES, Gate
@@ -20,13 +20,13 @@ from fp8calib.verification.page.charts import (
     STYLES,
     TOP,
     Figure,
+    histogram,
     log_axis,
 )
 from fp8calib.verification.page.page import PageSection, list_sections, render_page, write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     Decision,
-    HistogramResult,
     LayerResult,
     PositionResult,
     RunProvenance,
@@ -381,19 +381,8 @@ def test_nothing_is_drawn_where_nothing_is_lost() -> None:
     assert section.findings == [*sentences, found]
 
 
-def draw_histogram(**more: Any) -> Figure:
-    values: dict[str, Any] = {
-        "site": "model.layers.4.self_attn.v",
-        "lower_edges_log2": (-1.0, -0.875, -0.75),
-        "counts": (3, 0, 1),
-        "scale": 0.5,
-        "largest": 256.0,
-        "smallest": 2.0**-11,
-    }
-    row = HistogramResult(**values | more)
-    lost = make_layer(SCALE_ONE, 4, "v", sqnr_db=9.0, clipped=0.5)
-    report = make_small(histograms=(row,), layers=(lost,))
-    return find_figure(report, "Tensors that lose most", row.site)
+def draw_histogram(counts: dict[float, int] | None = None, scale: float = 0.5) -> Figure:
+    return histogram("v", counts or {-1.0: 3, -0.875: 0, -0.75: 1}, scale, (2.0**-11, 256.0))
 
 
 def test_a_histogram_has_the_ranges_of_its_scale_and_of_scale_one() -> None:
@@ -414,9 +403,8 @@ def test_a_histogram_has_the_ranges_of_its_scale_and_of_scale_one() -> None:
 
 def test_the_ends_of_a_histogram_hold_what_is_beyond_them() -> None:
     """Bins begin at -16.25, -16.125, ..., 14.125, and the axis is that from -16 to 14."""
-    edges = tuple(-16.25 + number / 8 for number in range(244))
-    counts = (1, 1, 1, *[0] * 238, 1, 1, 1)
-    (bars,) = list_paths(draw_histogram(scale=1.0, lower_edges_log2=edges, counts=counts), "bar c0")
+    counts = {-16.25 + n / 8: int(n < 3 or n > 240) for n in range(244)}
+    (bars,) = list_paths(draw_histogram(counts, 1.0), "bar c0")
     steps = [(float(y), float(x)) for y, x in re.findall(r"V([\d.]+)H([\d.]+)", bars)]
     half = FLOOR - (math.log10(0.5) + 7) * (FLOOR - TOP) / 7
     width = (RIGHT - LEFT) / 240
@@ -432,10 +420,7 @@ def test_the_three_tensors_that_lose_most_have_histograms_and_the_others_none() 
         make_layer(SCALE_ONE, n, sqnr_db=db, clipped=0.0 if db > 20 else 0.5)
         for n, db in enumerate((31.0, 12.0, 9.0, 14.0, 7.0, 31.0))
     ]
-    whole = HistogramResult(
-        site="", lower_edges_log2=(0.0,), counts=(1,), scale=1, largest=448, smallest=0.1
-    )
-    rows = tuple(whole.model_copy(update={"site": row.site}) for row in layers)
+    rows = {row.site: Figure(title=row.site, chart=Markup()) for row in layers}
     section = find_section(make_small(layers=tuple(layers), histograms=rows), "Tensors")
     assert section.title == "Tensors that lose most"
     assert [figure.title for figure in section.figures] == [layers[n].site for n in (4, 2, 1)]

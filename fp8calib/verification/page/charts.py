@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fp8calib.verification.report import HistogramResult
 from fp8calib.verification.tables import format_mean_kld
 
 WIDTH, HEIGHT = 440, 230
@@ -232,24 +231,28 @@ def gauge(
     return Figure(title=title, chart=_join(title, parts, _GAUGE_FLOOR + 14 * len(limits)))
 
 
-def histogram(row: HistogramResult) -> Figure:
+def histogram(
+    site: str, counts: Mapping[float, int], scale: float, ends: tuple[float, float]
+) -> Figure:
     """Draw the magnitudes of a tensor in units of its scale, and the range that FP8 covers.
 
-    Outside of the range the ground is shaded; dashed lines are the ends of that of scale 1.0.
+    Counts are by the lower edge of a bin as log2 |x|, bins 1/8 octave wide. Below the first of
+    `ends` values become zero, above the second they clip. Outside of them the ground is shaded;
+    dashed lines are the ends of scale 1.0.
     """
-    shift, total = math.log2(row.scale), sum(row.counts)
-    title = f"log2(|x| / scale); zero below {row.smallest:.2g}, clips above {row.largest:.4g}"
+    shift, total = math.log2(scale), sum(counts.values())
+    title = f"log2(|x| / scale); zero below {ends[0]:.2g}, clips above {ends[1]:.4g}"
     ticks = [(float(value), str(value)) for value in range(-12, 15, 4)]
     x = Axis(title=title, low=-16.0, high=14.0, ticks=ticks)  # e4m3 covers -10 to 8.8 of it
     y = log_axis("share of values", [1.0, 1e-7])
     bins: dict[float, float] = {}
-    for edge, count in zip(row.lower_edges_log2, row.counts, strict=True):
+    for edge, count in counts.items():
         at = min(max(edge - shift, x.low), x.high - _BIN_OCTAVES)  # the ends hold what is beyond
         bins[at] = bins.get(at, 0) + count / total
     steps = f"M{x.x(min(bins)):.1f} {FLOOR}"
     for at, share in bins.items():
         steps += f"V{y.y(share) if share else FLOOR:.1f}H{x.x(at + _BIN_OCTAVES):.1f}"
-    inside = [math.log2(end) - shift for end in (row.smallest, row.largest)]
+    inside = [math.log2(end) - shift for end in ends]
     outside = ((LEFT, x.x(inside[0])), (x.x(inside[1]), RIGHT))
     parts = [_path(f"M{a:.1f} {TOP}H{b:.1f}V{FLOOR}H{a:.1f}z", "lost") for a, b in outside]
     parts += _draw_grid(y)
@@ -258,7 +261,7 @@ def histogram(row: HistogramResult) -> Figure:
     parts.append(_path(f"{steps}V{FLOOR}z", "bar c0"))
     unscaled = [end - shift for end in inside if x.low < end - shift < x.high]
     parts += [_path(f"M{x.x(end):.1f} {TOP}V{FLOOR}", "limit") for end in unscaled]
-    return Figure(title=row.site, chart=_join(row.site, parts))
+    return Figure(title=site, chart=_join(site, parts))
 
 
 def _join(label: str, parts: Sequence[Markup], height: int = HEIGHT) -> Markup:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fp8calib.checkpoint.output import write_file_atomic
+from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import name_ranges
+from fp8calib.numerics.histogram import lower_edge
 from fp8calib.text import Table
 from fp8calib.verification import tables
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.page import charts
@@ -27,7 +31,10 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
+from fp8calib.verification.score import Scores
 from fp8calib.verification.tables import format_db, format_kld, format_mean_kld, format_ratio
+from fp8calib.verification.token_scores import split_sequences
+from fp8calib.verification.verify import Verification
 
 _TITLE = "FP8 verification of "
 _BADGES = {
@@ -167,10 +174,9 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
     )
     worst = [row for row in hurt or report.layers if row.sqnr_db is not None]
     worst.sort(key=lambda row: row.sqnr_db or 0.0)
-    magnitudes = {row.site: row for row in report.histograms if any(row.counts)}
     joined = tables.join_readers(worst)
     sites = dict.fromkeys(row.site.partition(" ")[0] for row in joined)
-    drawn = [site for site in sites if site in magnitudes]
+    drawn = [site for site in sites if site in report.histograms]
     yield PageSection(
         title="Tensors that lose most" if hurt else "Tensors of lowest SQNR",
         lead="The charts show all values of a tensor in calibration, divided by its scale. In the "
@@ -179,7 +185,7 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
         if hurt and drawn
         else "",
         table=tables.sites_table(joined[:_MOST_WORST], has_candidates=True) if worst else None,
-        figures=[charts.histogram(magnitudes[site]) for site in drawn[:_MOST_HISTOGRAMS] if hurt],
+        figures=[report.histograms[site] for site in drawn[:_MOST_HISTOGRAMS] if hurt],
         is_folded=not hurt,
     )
     rules = tables.rules_table(report.rules) if report.rules else None
@@ -257,3 +263,69 @@ def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -
         joined=True,
         floor=(LEAST_DB, f"below {LEAST_DB:.0f} dB the tensor is lost"),
     )
+
+
+# --- what the page alone shows of a verification --------------------------------------------------
+
+_MOST_TEXTS, _TOKENS_BEFORE = 5, 24
+
+
+def list_shown_on_page(
+    asked: Verification, report: VerifyReport, scores: Scores, decode: Callable[[list[int]], str]
+) -> dict[str, object]:
+    """List the fields of a report that the page alone shows.
+
+    The texts that lose most are quoted for the candidate that the decision is about.
+    """
+    klds = {
+        each.name: list(split_sequences(scores.candidates[each.name].klds, asked.plan.lengths))
+        for each in asked.candidates
+    }
+    means = {
+        name: tuple(float(each.double().mean()) for each in parts) for name, parts in klds.items()
+    }
+    name = report.decision.candidate or report.candidates[0].name
+    return {
+        "histograms": dict(_draw_histograms(asked)),
+        "sequence_klds": means,
+        "worst_texts": _quote_texts(name, klds[name], means[name], asked.plan, decode),
+    }
+
+
+def _draw_histograms(asked: Verification) -> Iterator[tuple[str, Figure]]:
+    """Draw what the first statistics saw at the sites that its candidate scales statically."""
+    candidate = next((each for each in asked.candidates if each.stats is not None), Candidate())
+    for site, quantizer in candidate.quantizers.items():
+        seen = None if candidate.stats is None else candidate.stats.sites.get(site)
+        if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
+            continue
+        filled = seen.histogram[1:].nonzero().flatten() + 1
+        if len(filled):
+            scale, fmt = float(quantizer.scale.max()), quantizer.fmt
+            bins = range(int(filled[0]), int(filled[-1]) + 1)
+            counts = {math.log2(lower_edge(index)): int(seen.histogram[index]) for index in bins}
+            ends = scale * fmt.smallest_subnormal / 2, scale * fmt.max
+            yield str(site), charts.histogram(str(site), counts, scale, ends)
+
+
+def _quote_texts(
+    name: str,
+    klds: Sequence[torch.Tensor],
+    means: Sequence[float],
+    plan: DataPlan,
+    decode: Callable[[list[int]], str],
+) -> Table | None:
+    """Quote the sequences that lose most, each up to the token that loses most."""
+    text, rows = list(batches(plan, 1)), []
+    for index in sorted(range(len(klds)), key=lambda index: -means[index])[:_MOST_TEXTS]:
+        if not means[index] > 0:
+            break
+        worst = int(klds[index].argmax())
+        at = int(text[index].scored[0][worst]) + 1
+        ids = plan.sequences[index][max(at - _TOKENS_BEFORE, 0) : at + 1].tolist()
+        before = f"{'... ' * (at > _TOKENS_BEFORE)}{decode(ids[:-1])}"
+        figures = format_kld(means[index]), decode(ids[-1:]), format_kld(float(klds[index][worst]))
+        rows.append([str(index + 1), *figures, before])
+    columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
+    title = f"Texts that lose most with {name}"
+    return Table(title=title, columns=columns, rows=rows, words=(2, 4)) if rows else None
