@@ -406,10 +406,10 @@ def _walk(
     """Run all batches through every layer in turn."""
     journal, progress, recorder = run.journal, run.progress, observer.recorder
     first, last = 0, len(streamed.geometry.layers) - 1
+    store = streamed.open_hidden_states()
+    if journal is not None:
+        first = journal.load_layer(batches, store)
     with ExitStack() as stack:
-        store = stack.enter_context(streamed.open_hidden_states())
-        if journal is not None:
-            first = journal.load_layer(batches, store)
         steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
         progress.advance(first * sum(batch.num_tokens for batch in batches))
         for layer in stack.enter_context(streamed.layers(first=first)):

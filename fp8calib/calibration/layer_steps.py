@@ -14,7 +14,7 @@ from collections.abc import Hashable, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -169,12 +169,6 @@ class HiddenStateStore:
         self._ram_limit_bytes = ram_limit_bytes
         self._folder = folder
         self._trees: dict[Hashable, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._trees.clear()
 
     def get(self, number: Hashable, device: torch.device) -> Any:
         """Load a tree onto a device; tensors that are there are the stored ones, not copies."""

@@ -112,65 +112,65 @@ def run_streamed(
             lanes.append(_Lane(streamed, hooks))
     lanes[0].first = 0  # the reference
     has_media = any(batch.media is not None for batch in batches)
-    with streamed.open_hidden_states() as store:
-        with streamed.steps(decoder, batches, store) as steps:
-            find_calls = []  # what stands before the decoder runs once for each model
-            for number, lane in enumerate(lanes):
-                find_calls.append(decoder.find_call)
-                if has_media and (lane.around or lane.rows):
-                    with streamed.placed_towers(), lane.changed():
-                        find_calls[-1] = store_calls(decoder, store, batches, number=number)
+    store = streamed.open_hidden_states()
+    with streamed.steps(decoder, batches, store) as steps:
+        find_calls = []  # what stands before the decoder runs once for each model
+        for number, lane in enumerate(lanes):
+            find_calls.append(decoder.find_call)
+            if has_media and (lane.around or lane.rows):
+                with streamed.placed_towers(), lane.changed():
+                    find_calls[-1] = store_calls(decoder, store, batches, number=number)
 
-            def prepare(number: int, index: int, place: int) -> tuple[HookedCache, Any]:
-                """Give a cache, and the state before a layer, which may be the reference's."""
-                decoder.find_call = find_calls[number]
-                source = 0 if index == lanes[number].first else number
-                before = store.get((source, place), decoder.device) if index else None
-                return HookedCache(decoder.config, attentions, (), lanes[number].hooks), before
+        def prepare(number: int, index: int, place: int) -> tuple[HookedCache, Any]:
+            """Give a cache, and the state before a layer, which may be the reference's."""
+            decoder.find_call = find_calls[number]
+            source = 0 if index == lanes[number].first else number
+            before = store.get((source, place), decoder.device) if index else None
+            return HookedCache(decoder.config, attentions, (), lanes[number].hooks), before
 
-            def run_layer(number: int, layer: StreamedLayer) -> None:
-                hooks, index = lanes[number].hooks, layer.layer.index
-                one = geometry.model_copy(update={"layers": (geometry.layers[index],)})
-                with (
-                    lanes[number].changed(layer),
-                    open_emulation_hooks(streamed.model, one, hooks),
-                ):
-                    for place, batch in enumerate(batches):
-                        if index >= lanes[number].first:
-                            cache, before = prepare(number, index, place)
-                            hooks.begin_batch(batch)
-                            checks = number == place == 0
-                            after = steps.run_layer(index, batch, cache, before, checks=checks)
-                            hooks.end_batch()
-                            store.put((number, place), after)
-                        advance(batch.num_tokens)
+        def run_layer(number: int, layer: StreamedLayer) -> None:
+            hooks, index = lanes[number].hooks, layer.layer.index
+            one = geometry.model_copy(update={"layers": (geometry.layers[index],)})
+            with (
+                lanes[number].changed(layer),
+                open_emulation_hooks(streamed.model, one, hooks),
+            ):
+                for place, batch in enumerate(batches):
+                    if index >= lanes[number].first:
+                        cache, before = prepare(number, index, place)
+                        hooks.begin_batch(batch)
+                        checks = number == place == 0
+                        after = steps.run_layer(index, batch, cache, before, checks=checks)
+                        hooks.end_batch()
+                        store.put((number, place), after)
+                    advance(batch.num_tokens)
 
-            with streamed.layers() as layers:
-                for layer in layers:
-                    index = layer.layer.index
-                    keep = any(index in lane.by_layer for lane in lanes)
-                    # Those that begin here run before the reference replaces what it gave to it.
-                    order = sorted(range(len(lanes)), key=lambda n: lanes[n].first != index)
-                    with streamed.placed(layer, keep=keep):
-                        for number in order:
-                            run_layer(number, layer)
-            for number in reversed(range(len(lanes))):
-                with lanes[number].changed():  # the last norm
-                    for place, batch in enumerate(batches):
-                        hidden = steps.finish(batch, *prepare(number, num_layers, place))
-                        store.put((number, place), LayerState(hidden, {}))
-        with streamed.load_rest_on_demand(), open_lm_head(streamed.model) as logits:
+        with streamed.layers() as layers:
+            for layer in layers:
+                index = layer.layer.index
+                keep = any(index in lane.by_layer for lane in lanes)
+                # Those that begin here run before the reference replaces what it gave to it.
+                order = sorted(range(len(lanes)), key=lambda n: lanes[n].first != index)
+                with streamed.placed(layer, keep=keep):
+                    for number in order:
+                        run_layer(number, layer)
+        for number in reversed(range(len(lanes))):
+            with lanes[number].changed():  # the last norm
+                for place, batch in enumerate(batches):
+                    hidden = steps.finish(batch, *prepare(number, num_layers, place))
+                    store.put((number, place), LayerState(hidden, {}))
+    with streamed.load_rest_on_demand(), open_lm_head(streamed.model) as logits:
 
-            def whole(hidden: torch.Tensor) -> torch.Tensor:
-                found = logits(hidden)
-                if found.shape[-1] < vocab_size:  # only some rows are loaded
-                    name = type(streamed.model).__name__
-                    raise ModelError(
-                        f"{name} computes logits from its embedding directly",
-                        hint=NO_STREAMING_HINT,
-                    )
-                return found
+        def whole(hidden: torch.Tensor) -> torch.Tensor:
+            found = logits(hidden)
+            if found.shape[-1] < vocab_size:  # only some rows are loaded
+                name = type(streamed.model).__name__
+                raise ModelError(
+                    f"{name} computes logits from its embedding directly",
+                    hint=NO_STREAMING_HINT,
+                )
+            return found
 
-            for place, batch in enumerate(batches):
-                keys = [(number, place) for number in range(len(lanes))]
-                add(batch, [store.get(key, decoder.device).output for key in keys], whole)
+        for place, batch in enumerate(batches):
+            keys = [(number, place) for number in range(len(lanes))]
+            add(batch, [store.get(key, decoder.device).output for key in keys], whole)

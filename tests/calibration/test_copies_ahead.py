@@ -144,13 +144,13 @@ def test_hidden_states_beyond_the_limit_of_the_gpu_wait_on_the_host(
 ) -> None:
     with gpu():
         assert run(folder, {**AHEAD, "hidden_gpu_bytes": 5000}) == expected
-        with HiddenStateStore(ram_limit_bytes=900, folder=folder, gpu_limit_bytes=900) as store:
-            for number in range(3):
-                store.put(number, torch.full((100,), float(number)).cuda())
-                store.put(number, torch.full((100,), number + 10.0).cuda())
-            assert (store.gpu_bytes, store.ram_bytes, store.file_bytes) == (800, 400, 0)
-            found = [store.get(number, torch.device("cpu"))[0].item() for number in range(3)]
-            assert found == [10.0, 11.0, 12.0]
+        store = HiddenStateStore(ram_limit_bytes=900, folder=folder, gpu_limit_bytes=900)
+        for number in range(3):
+            store.put(number, torch.full((100,), float(number)).cuda())
+            store.put(number, torch.full((100,), number + 10.0).cuda())
+        assert (store.gpu_bytes, store.ram_bytes, store.file_bytes) == (800, 400, 0)
+        found = [store.get(number, torch.device("cpu"))[0].item() for number in range(3)]
+        assert found == [10.0, 11.0, 12.0]
 
 
 @pytest.mark.parametrize("options", [{"streamed": True}, ON_GPU])
