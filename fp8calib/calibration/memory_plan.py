@@ -7,7 +7,6 @@ exact, it is above what torch's allocator took for the families of `tests/zoo.py
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
 from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
@@ -268,13 +268,7 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
 
     in_ram = min(hidden, limits.host_bytes - sum(host.values()))
     on_disk = 0 if on_gpu else hidden - in_ram
-    scratch = on_disk * work.sharers
-    if scratch > (free := shutil.disk_usage(work.scratch).free):
-        raise UsageError(
-            f"{work.scratch}: {format_gib(scratch)} of hidden states have to be stored there, but "
-            f"{format_gib(free)} are free",
-            hint="use fewer --samples, a larger --memory, or another disk",
-        )
+    require_free_space(work.scratch, on_disk * work.sharers)
     read = work.walks * (sum(stored) + head) + embedding + around
     return MemoryPlan(
         is_streamed=True,

@@ -23,7 +23,7 @@ from fp8calib.calibration.memory_plan import (
 )
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
-from fp8calib.errors import CalibrationError, UsageError
+from fp8calib.errors import CalibrationError, ExportError, UsageError
 from fp8calib.machine import GIB
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
@@ -194,7 +194,7 @@ def test_a_full_disk_is_refused_before_the_run(
     bare = sum(stream(work, limits(2**30)).peak.values()) - STATES
     usage = type("Usage", (), {"free": STATES - 1})()
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(UsageError, match="hidden states have to be stored"):
+    with pytest.raises(ExportError, match="are needed and"):
         stream(work, limits(bare))
 
 
