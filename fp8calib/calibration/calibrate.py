@@ -35,7 +35,7 @@ from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import gpus_of, has_experts_kernel, has_reduction_kernel
+from fp8calib.calibration.reductions import gpus_of, try_kernels
 from fp8calib.calibration.stats_header import BackOff, Observe, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
@@ -268,10 +268,7 @@ class BatchObserver:
         self._unseen = prepared.ignored if observe.kv else every
         linears = prepared.geometry.linears()
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
-        for device in {self.decoder.device, *gpus_of(prepared.model)}:  # tried before the batches
-            has_reduction_kernel(device)
-            if has_experts:
-                has_experts_kernel(device)
+        try_kernels({self.decoder.device, *gpus_of(prepared.model)}, has_experts=has_experts)
         self._checked_at = time.monotonic()
         self.hooks = open_hooks(
             *(prepared.model, prepared.geometry, self.recorder),

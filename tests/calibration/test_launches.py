@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import calibrate
+from fp8calib.calibration import calibrate, reductions
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.model.topology import find_geometry
@@ -138,7 +138,7 @@ def test_kernels_that_a_model_needs_are_tried_before_the_batches(
     begin_batch = Recorder.begin_batch
     with gpu(), opened(tmp_path / "model", device="cuda:0") as subject:
         for name in ("has_reduction_kernel", "has_experts_kernel"):
-            monkeypatch.setattr(calibrate, name, lambda _, name=name: seen.append(name))
+            monkeypatch.setattr(reductions, name, lambda _, name=name: seen.append(name))
         monkeypatch.setattr(
             Recorder,
             "begin_batch",
