@@ -15,7 +15,7 @@ import torch
 
 from fp8calib.calibration.calibrate import CalibrationRun, collect_stats, make_header
 from fp8calib.calibration.calibration_stats import (
-    CalibrationStats,
+    RunStats,
     SiteStats,
     merge_shards,
     name_tensors,
@@ -114,7 +114,7 @@ class Subject:
         batch_size: int = 2,
         observe: Observe = OBSERVE,
         progress: Silent | None = None,
-    ) -> CalibrationStats:
+    ) -> RunStats:
         """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
         plan = plan or rows_of(LENGTHS)
         run = CalibrationRun(
@@ -166,7 +166,7 @@ def opened(
         yield Subject(prepare(model, checkpoint, ()), source, checkpoint, mode, device)
 
 
-def as_bytes(stats: CalibrationStats, folder: Path) -> bytes:
+def as_bytes(stats: RunStats, folder: Path) -> bytes:
     """Return the bytes of the statistics file."""
     path = folder / "as_bytes.safetensors"
     save_stats(stats, path)
@@ -181,7 +181,7 @@ def run_calibration(
     weights: bool = True,
     shard: tuple[int, int] | None = None,
     **options: Any,
-) -> tuple[Any, CalibrationStats]:
+) -> tuple[Any, RunStats]:
     """Open, load and calibrate a folder, with all statistics.
 
     Gives what the product knows of the model (`model`, `geometry`), and its statistics
@@ -199,12 +199,12 @@ def run_calibration(
         return subject.prepared, stats
 
 
-def join_shards(shards: Sequence[CalibrationStats]) -> CalibrationStats:
+def join_shards(shards: Sequence[RunStats]) -> RunStats:
     """Join the statistics of all shards of a run."""
     return merge_shards([(str(number), stats) for number, stats in enumerate(shards)])
 
 
-def list_tensors(stats: CalibrationStats) -> dict[str, torch.Tensor]:
+def list_tensors(stats: RunStats) -> dict[str, torch.Tensor]:
     """List the tensors of statistics as `SITE/NAME`; counts of tokens too."""
     named = {f"{site}/count": torch.tensor(seen.count) for site, seen in stats.sites.items()}
     return named | dict(name_tensors(stats.sites))
@@ -251,7 +251,7 @@ def replace_amax(path: Path, made: Mapping[str, torch.Tensor]) -> None:
     for site, seen in stats.sites.items():
         tensors = {name: made.get(f"{site}/{name}", x) for name, x in seen.tensors.items()}
         sites[site] = SiteStats(count=seen.count, **tensors)
-    changed = CalibrationStats(header=stats.header, sites=sites, shard=stats.shard)
+    changed = RunStats(header=stats.header, sites=sites, shard=stats.shard)
     save_stats(changed, path)
 
 
@@ -299,13 +299,13 @@ def ask_once() -> Iterator[None]:
 # --- scales --------------------------------------------------------------------------------------
 
 
-def kv_scales(stats: CalibrationStats, *, tp: int = 1) -> dict[Site, list[float]]:
+def kv_scales(stats: RunStats, *, tp: int = 1) -> dict[Site, list[float]]:
     """Compute the scales of K and V, one a rank."""
     table = compute.compute_kv_scales(stats, E4M3FN, tp=tp)
     return {site: scale.values.tolist() for site, scale in table.scales.items()}
 
 
-def linear_scales(stats: CalibrationStats, *, tp: int = 1) -> dict[Site, list[float]]:
+def linear_scales(stats: RunStats, *, tp: int = 1) -> dict[Site, list[float]]:
     """Compute the scales of weights and inputs, one a rank."""
     table = compute.compute_linear_scales(stats, E4M3FN, tp=tp)
     return {site: scale.values.tolist() for site, scale in table.scales.items()}

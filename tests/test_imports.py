@@ -191,7 +191,6 @@ SHARED_NAMES = {
     "run": "what a command does",
     "describe": "the lines that a command prints",
     "main": "a program that is started",
-    "CalibrationStats": "statistics, and those that Python gives to users",
 }
 """Public names of several modules, and what each of them means everywhere."""
 

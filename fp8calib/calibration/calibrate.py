@@ -22,7 +22,7 @@ import torch
 from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, BatchView
 from fp8calib.calibration.calibration_stats import (
-    CalibrationStats,
+    RunStats,
     SiteStats,
     join_ranges,
     merge_sites,
@@ -156,7 +156,7 @@ def make_header(
     )
 
 
-def collect_stats(run: CalibrationRun) -> CalibrationStats:
+def collect_stats(run: CalibrationRun) -> RunStats:
     """Collect the statistics of a run; of several processes only the first returns all.
 
     Streamed or whole, they are the same, bit for bit.
@@ -225,7 +225,7 @@ def _make_stats(
     sites: Mapping[Site, SiteStats],
     unseen: Mapping[Site, str],
     unquantized: dict[str, str],
-) -> CalibrationStats:
+) -> RunStats:
     """Make the statistics of a run that has observed all that it should."""
     prepared, shard = run.prepared, run.shard
     for layer, attention in prepared.geometry.attentions():
@@ -250,7 +250,7 @@ def _make_stats(
             batch_size=run.batch_size,
             sequences=join_ranges(sequence_ranges(chosen)),
         )
-    return CalibrationStats(header=run.header.model_copy(update=added), sites=sites, shard=part)
+    return RunStats(header=run.header.model_copy(update=added), sites=sites, shard=part)
 
 
 # --- passes ---------------------------------------------------------------------------------------

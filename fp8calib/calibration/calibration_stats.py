@@ -113,7 +113,7 @@ _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CalibrationStats:
+class RunStats:
     """The statistics of all sites of one run, or of one shard of it."""
 
     header: StatsHeader
@@ -176,7 +176,7 @@ class _Envelope(Frozen):
     """Tensors that are not stored -> the equal tensor that is: q, k and v have the same input."""
 
 
-def save_stats(stats: CalibrationStats, path: Path) -> None:
+def save_stats(stats: RunStats, path: Path) -> None:
     """Write one safetensors file; equal stats give equal bytes."""
     from fp8calib.checkpoint.tensor_file import save_tensors  # noqa: PLC0415 -- imports torch
 
@@ -202,7 +202,7 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
 
 def load_stats_file(
     path: Path, *, accepts_shard: bool = False, as_arrays: bool = False
-) -> CalibrationStats:
+) -> RunStats:
     """Load a stats file, or the one in the folder `path`.
 
     With `as_arrays` its tensors are arrays of numpy, and torch is not imported.
@@ -240,7 +240,7 @@ def load_stats_file(
     return stats
 
 
-def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> CalibrationStats:
+def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> RunStats:
     envelope = _Envelope.model_validate_json(envelope_text)
     shard = StatsShard.model_validate_json(shard_text) if shard_text else None
     arrays = {
@@ -261,7 +261,7 @@ def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> 
     for key, first in (stored | envelope.aliases).items():
         text, _, name = key.rpartition("/")
         by_site[text][name] = convert(arrays[first])
-    return CalibrationStats(
+    return RunStats(
         header=envelope.header,
         sites={
             Site.parse(text): SiteStats(count=envelope.counts[text], **found)
@@ -297,13 +297,13 @@ def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 # --- shards ---------------------------------------------------------------------------------------
 
 
-def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
+def merge_shards(named: Sequence[tuple[str, RunStats]]) -> RunStats:
     """Merge all shards of one run, with their names in messages: in any order, they are the run.
 
     Raises:
         ModelError: the shards are of different runs, one is given twice, or one is missing.
     """
-    found: list[tuple[str, CalibrationStats, StatsShard]] = []
+    found: list[tuple[str, RunStats, StatsShard]] = []
     for name, stats in named:
         shard = stats.shard
         if shard is None or shard.is_checkpoint:

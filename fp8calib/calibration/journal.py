@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8calib.calibration.calibration_stats import (
-    CalibrationStats,
+    RunStats,
     SiteStats,
     join_ranges,
     load_stats_file,
@@ -199,7 +199,7 @@ class Journal:
         self, path: Path, sites: Mapping[Site, SiteStats], sequences: Sequence[tuple[int, int]]
     ) -> None:
         shard = self._shard.model_copy(update={"sequences": tuple(sequences)})
-        save_stats(CalibrationStats(header=self._header, sites=sites, shard=shard), path)
+        save_stats(RunStats(header=self._header, sites=sites, shard=shard), path)
 
     def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], StatsShard]:
         """Read the statistics of an earlier run; refuse those of another calibration."""

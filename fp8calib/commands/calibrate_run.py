@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8calib.calibration.calibrate import TextEngine
-from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
+from fp8calib.calibration.calibration_stats import RunStats, save_stats
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.calibration.processes import open_process_group
@@ -55,7 +55,7 @@ from fp8calib.commands.recipe import (
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
-from fp8calib.commands.stats import CalibrationStats as PublicStats
+from fp8calib.commands.stats import CalibrationStats
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import DataPlan, parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
@@ -259,7 +259,7 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
 def _write_outputs(
     job: CalibrationJob,
     request: CalibrateRequest,
-    stats: CalibrationStats,
+    stats: RunStats,
     cost: Mapping[str, Any],
     folder: Path,
     hasher: FileHasher,
@@ -318,7 +318,7 @@ def _quantize(
     job: CalibrationJob,
     asked: Quantize,
     request: CalibrateRequest,
-    stats: CalibrationStats,
+    stats: RunStats,
     folder: Path,
 ) -> QuantizeResult:
     """Write the recipe's checkpoint under `folder`, with its card."""
@@ -364,7 +364,7 @@ def _quantize(
 
 def _make_result(
     job: CalibrationJob,
-    stats: CalibrationStats,
+    stats: RunStats,
     cost: Mapping[str, Any],
     *,
     files: tuple[str, ...] = (),
@@ -377,7 +377,7 @@ def _make_result(
         name.removesuffix(".up_proj"): tokens for name, tokens in stats.expert_counts.items()
     }
     return CalibrateResult(
-        stats=PublicStats.of(stats),
+        stats=CalibrationStats.of(stats),
         model=model.name,
         command=spell_command(),
         recipe=recipe.name,

@@ -21,7 +21,7 @@ from fp8calib.calibration.calibrate import (
     collect_stats,
     make_header,
 )
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
+from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
 from fp8calib.calibration.journal import NAME_PREFIX, Journal
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME
@@ -35,7 +35,7 @@ from fp8calib.commands.model import describe_run
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.request import Reporter
 from fp8calib.commands.result import RunPlan
-from fp8calib.commands.stats import CalibrationStats as PublicStats
+from fp8calib.commands.stats import CalibrationStats
 from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.write import list_outputs
@@ -191,7 +191,7 @@ class CalibrationJob:
         text = rows.describe() if rows else ()
         return describe_run(self.model, self.mode, text, **(described | more))
 
-    def run(self, journal: Journal | None = None) -> tuple[CalibrationStats, dict[str, Any]]:
+    def run(self, journal: Journal | None = None) -> tuple[RunStats, dict[str, Any]]:
         """Run it; without a journal it cannot be resumed, and works on no layer.
 
         Returns:
@@ -272,7 +272,7 @@ def read_finished(job: CalibrationJob, folder: Path) -> CalibrateResult | None:
 
             report["quantize"] = QuantizeResult.from_json(report["quantize"])
         result = CalibrateResult.from_json(
-            {**report, "stats": PublicStats.of(stats), "was_finished": True}
+            {**report, "stats": CalibrationStats.of(stats), "was_finished": True}
         )
     except (ModelError, ValueError):
         return None

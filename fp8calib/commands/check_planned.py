@@ -26,7 +26,7 @@ from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import write_outline
 
 if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
 
 _CONFIG_HINT = "use the config.json that its weights were saved with"
 _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
@@ -36,7 +36,7 @@ _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 def plan_checkpoint(
     checkpoint: Checkpoint,
     settings: PlanSettings,
-    stats: CalibrationStats | None,
+    stats: RunStats | None,
     rules: ScaleRules = PLAIN_RULES,
 ) -> tuple[QuantizePlan, tuple[str, ...]]:
     """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
@@ -96,7 +96,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> tuple[str, ModelGeomet
 
 
 def replay_settings(
-    folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[Engine]
+    folder: Path, asked: PlanSettings, stats: RunStats | None, engines: Sequence[Engine]
 ) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
     """Plan the checkpoint of a folder, and report what each engine would do with it.
 

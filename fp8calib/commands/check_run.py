@@ -40,7 +40,7 @@ from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
 
 if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
 
 
 def check_path(path: Path, *, tp: int = 1, **asked: Any) -> Reports:
@@ -108,7 +108,7 @@ def replay_path(
     return reports
 
 
-def _compare_weights(stats: CalibrationStats, path: Path) -> Iterator[str]:
+def _compare_weights(stats: RunStats, path: Path) -> Iterator[str]:
     """Say which weight differs from the calibrated model's by more than quantization, if any."""
     from fp8calib.quantization.attachment import compare_weights  # imports torch
 
@@ -161,7 +161,7 @@ def _open_model(path: Path, folder: ScaleFolder | None, model: str | Path | None
     return folder
 
 
-def _read_stats(given: Stats, model: ScaleFolder, geometry: ModelGeometry) -> CalibrationStats:
+def _read_stats(given: Stats, model: ScaleFolder, geometry: ModelGeometry) -> RunStats:
     """Read the statistics; refuse another model's, where the folder shows that they are.
 
     Raises:

@@ -19,7 +19,7 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.model.geometry import ModelGeometry
 
 if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
     from fp8calib.formats.quantized_model import QuantizedModel
 
 _NO_OVERLAY = ("tgi",)
@@ -91,7 +91,7 @@ def finish_checkpoint(
     revision: str | None = None,
     check: bool = True,
     plain_caches: Sequence[int] = (),
-    stats: CalibrationStats | None = None,
+    stats: RunStats | None = None,
 ) -> tuple[WrittenCheck, ...]:
     """Check a written checkpoint as `check` does, and write its card.
 
@@ -120,7 +120,7 @@ def _check(
     target: Path,
     path: str,
     plain_caches: Sequence[int],
-    stats: CalibrationStats | None,
+    stats: RunStats | None,
 ) -> Iterator[WrittenCheck]:
     """Say what the default engines do with a checkpoint."""
     engines = list(map(find_replayed, list_defaults()))

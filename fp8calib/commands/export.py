@@ -19,7 +19,7 @@ from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.commands.recipe import Recipe
     from fp8calib.formats.dialect import Attachment
@@ -151,7 +151,7 @@ def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
 def _write(
     request: ExportRequest,
     recipe: Recipe,
-    given: CalibrationStats,
+    given: RunStats,
     source: Checkpoint | None,
     inputs: Sequence[Path],
     shards: tuple[str, ...],
@@ -229,10 +229,10 @@ def _write(
 def _relate(
     request: ExportRequest,
     recipe: Recipe,
-    given: CalibrationStats,
+    given: RunStats,
     name: str,
     source: Checkpoint | None,
-) -> tuple[CalibrationStats, Attachment, QuantizedModel | None, list[str]]:
+) -> tuple[RunStats, Attachment, QuantizedModel | None, list[str]]:
     """Refuse a model that does not fit the statistics, which messages call `name`.
 
     Returns:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats as CalibrationStats
     from fp8calib.commands.calibrate import CalibrateResult
 
     Array: TypeAlias = np.ndarray[Any, Any]

@@ -47,7 +47,7 @@ from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, find_scheme, name_mixed
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
     from fp8calib.quantization.settings import PlanSettings
 
 M = TypeVar("M", bound=BaseModel)
@@ -344,7 +344,7 @@ def check_query(recipe: Recipe) -> None:
         )
 
 
-def decide_query(recipe: Recipe, stats: CalibrationStats) -> tuple[bool, list[str]]:
+def decide_query(recipe: Recipe, stats: RunStats) -> tuple[bool, list[str]]:
     """Decide whether q scales are written; for `auto`, where q needs them in some layer.
 
     Gives notes too, of what a user should know about it.

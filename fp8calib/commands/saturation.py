@@ -11,7 +11,7 @@ from fp8calib.errors import cut_list
 from fp8calib.model.geometry import KV_ROLES, Frozen, Role, Site
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
 
 NUM_QUARTERS = 4
 _KV_SITES = tuple(f".{role}" for role in KV_ROLES)
@@ -41,7 +41,7 @@ class Saturation(Frozen):
         )
 
 
-def compute_saturation(stats: CalibrationStats) -> Saturation | None:
+def compute_saturation(stats: RunStats) -> Saturation | None:
     """Compare the running amax of K and V, or of inputs, with the final one; None for a shard."""
     import numpy as np
 

@@ -23,7 +23,7 @@ from fp8calib.numerics.positions import RANGE_STARTS
 from fp8calib.text import Block, Line, Table
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
+    from fp8calib.calibration.calibration_stats import RunStats, SiteStats
 
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
 
@@ -108,7 +108,7 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
     return ScalesShown(path=path, scales=read_stored_scales(path))
 
 
-def _show_stats(stats: CalibrationStats) -> StatsShown:
+def _show_stats(stats: RunStats) -> StatsShown:
     return StatsShown(
         header=HeaderShown(**dict(stats.header)),
         part=stats.shard,
@@ -128,7 +128,7 @@ def _show_stats(stats: CalibrationStats) -> StatsShown:
     )
 
 
-def _make_layer_row(stats: CalibrationStats, layer: Layer) -> ShownRow:
+def _make_layer_row(stats: RunStats, layer: Layer) -> ShownRow:
     """Give K, V and q of a layer; None if there is none, or nothing was observed."""
     attention, mixer = layer.attention, layer.mixer
     seen = k = v = both = query = None
@@ -155,7 +155,7 @@ def _make_layer_row(stats: CalibrationStats, layer: Layer) -> ShownRow:
     }
 
 
-def _make_linear_row(stats: CalibrationStats, linear: Linear) -> ShownRow:
+def _make_linear_row(stats: RunStats, linear: Linear) -> ShownRow:
     seen = stats.sites.get(Site(linear.module, Role.INPUT))
     weight = _find_amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
     amax = _find_amax(seen)

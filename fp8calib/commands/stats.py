@@ -20,7 +20,7 @@ from fp8calib.numerics.formats import FP8_FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CalibrationStats(calibration_stats.CalibrationStats):
+class CalibrationStats(calibration_stats.RunStats):
     """The statistics of one calibration: `amax` and histograms of every tensor, and its origin."""
 
     def __repr__(self) -> str:
@@ -28,9 +28,9 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         return f"CalibrationStats({name}: {len(self.sites)} tensors, {tokens})"
 
     @classmethod
-    def of(cls, stats: calibration_stats.CalibrationStats) -> Self:
+    def of(cls, stats: calibration_stats.RunStats) -> Self:
         """Add the methods of this class to statistics."""
-        names = (field.name for field in fields(calibration_stats.CalibrationStats))
+        names = (field.name for field in fields(calibration_stats.RunStats))
         return cls(**{name: getattr(stats, name) for name in names})
 
     def kv_scales(
@@ -101,7 +101,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
 
 def read_stats(
     stats: Stats, *, accepts_shard: bool = False
-) -> tuple[calibration_stats.CalibrationStats, list[Path]]:
+) -> tuple[calibration_stats.RunStats, list[Path]]:
     """Read what a caller gives as statistics; the file is listed if it is one.
 
     Raises:
@@ -109,7 +109,7 @@ def read_stats(
         ModelError: the file is damaged, or holds something else.
     """
     found: Any = getattr(stats, "stats", stats)  # of the result of `calibrate`
-    if isinstance(found, calibration_stats.CalibrationStats):
+    if isinstance(found, calibration_stats.RunStats):
         return found, []
     loaded = calibration_stats.load_stats_file(Path(found), accepts_shard=accepts_shard)
     return loaded, [Path(found)]
@@ -117,7 +117,7 @@ def read_stats(
 
 def join_stats(
     given: Stats | Sequence[Stats],
-) -> tuple[calibration_stats.CalibrationStats, list[Path], tuple[str, ...]]:
+) -> tuple[calibration_stats.RunStats, list[Path], tuple[str, ...]]:
     """Read the statistics of a run, or join those of its shards.
 
     Returns:

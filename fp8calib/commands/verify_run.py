@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
@@ -235,7 +235,7 @@ def _list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
     named: dict[str | int, Scales] = {}  # the same twice is compared once
     for item in given:
         each = getattr(item, "stats", item)  # of the result of `calibrate`
-        key = id(each) if isinstance(each, CalibrationStats) else str(Path(each).absolute())
+        key = id(each) if isinstance(each, RunStats) else str(Path(each).absolute())
         named.setdefault(key, each)
     return tuple(named.values())
 

@@ -49,7 +49,7 @@ from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
 
 _SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
@@ -69,7 +69,7 @@ def check_folder(
     file: Path | None = None,
     requires_kv: bool = False,
     model: ScaleFolder | None = None,
-    stats: CalibrationStats | None = None,
+    stats: RunStats | None = None,
     reads_weights: bool = False,
 ) -> Reports:
     """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
@@ -115,7 +115,7 @@ class _Check:
     """A file of scales: JSON, or tensors outside of the model's folder."""
     model: ScaleFolder
     """The folder of the unquantized model, or of the checkpoint."""
-    stats: CalibrationStats | None
+    stats: RunStats | None
     """Those of the unquantized model."""
     reads_weights: bool
     """Estimate by the weights what K and V reach, where no statistics tell."""

@@ -36,7 +36,7 @@ from fp8calib.model.module_paths import name_fused_group
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
 
 _MOST_HEADROOM = 16.0
 """How far above the statistics a scale may be: other text and headroom give less."""
@@ -46,7 +46,7 @@ _MOST_UNSEEN_CLIPPING = 4.0
 """The same where no histogram tells how many values that clips."""
 
 
-def measure_reach(stats: CalibrationStats, site: Site) -> Reach | None:
+def measure_reach(stats: RunStats, site: Site) -> Reach | None:
     """Give what calibration saw at a site; None if it saw nothing, or only zeros."""
     found = stats.sites.get(site)
     amax = 0.0 if found is None or not found.amax.numel() else float(found.amax.max())
@@ -81,7 +81,7 @@ _FIX = (
 )
 
 
-def measure_reaches(stats: CalibrationStats) -> dict[Slot, Reach]:
+def measure_reaches(stats: RunStats) -> dict[Slot, Reach]:
     """Give what calibration saw of K and V, by layer and role; not every layer was seen."""
     found = {}
     for layer, attention in stats.geometry.attentions():
@@ -215,7 +215,7 @@ _MOST_IMBALANCE = 4.0
 _NUMBER = re.compile(r"\d+")
 
 
-def map_measured(stats: CalibrationStats) -> dict[str, str]:
+def map_measured(stats: RunStats) -> dict[str, str]:
     """Map the weights of linears that were calibrated to their modules; of experts none."""
     return {
         linear.checkpoint_name: linear.module
@@ -225,7 +225,7 @@ def map_measured(stats: CalibrationStats) -> dict[str, str]:
 
 
 def judge_weight_scales(
-    tensors: Mapping[str, TensorEntry], largest: Mapping[str, float], stats: CalibrationStats
+    tensors: Mapping[str, TensorEntry], largest: Mapping[str, float], stats: RunStats
 ) -> str:
     """Describe a scale of an FP8 weight, or of its input, that is far from the statistics.
 
@@ -243,7 +243,7 @@ def judge_weight_scales(
 
 
 def judge_scale_places(
-    scales: Mapping[str, tuple[NDArray[np.float32], tuple[int, int]]], stats: CalibrationStats
+    scales: Mapping[str, tuple[NDArray[np.float32], tuple[int, int]]], stats: RunStats
 ) -> str:
     """Describe scales of a weight that are of other rows or blocks, or off by a factor.
 

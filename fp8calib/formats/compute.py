@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.calibration.calibration_stats import RunStats, SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.formats.convert import max_per_rank
@@ -50,7 +50,7 @@ def find_site_rules(rules: Mapping[str, Rule], geometry: ModelGeometry) -> dict[
 
 
 def compute_kv_scales(
-    stats: CalibrationStats,
+    stats: RunStats,
     fmt: Fp8Format,
     *,
     tp: int = 1,
@@ -115,7 +115,7 @@ def compute_kv_scales(
 
 
 def compute_linear_scales(
-    stats: CalibrationStats,
+    stats: RunStats,
     fmt: Fp8Format,
     *,
     tp: int = 1,
@@ -167,7 +167,7 @@ def compute_linear_scales(
 
 
 def write_formats(
-    stats: CalibrationStats,
+    stats: RunStats,
     formats: Sequence[str],
     out: Path,
     *,
@@ -220,7 +220,7 @@ def write_formats(
     return list(dict.fromkeys(notes))
 
 
-def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> SiteStats:
+def _find(stats: RunStats, site: Site, fallback: Fallback | None) -> SiteStats:
     if site not in stats.sites:
         reasons = [skipped.why for skipped in stats.header.skipped if skipped.site == str(site)]
         raise ExportError(

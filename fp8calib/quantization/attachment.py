@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.calibration.unquantized_tensors import BaseComparison, compare_with_base
@@ -22,7 +22,7 @@ _UNKNOWN = "the scales record no model"
 _OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
-def adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationStats:
+def adopt_names(stats: RunStats, checkpoint: Checkpoint) -> RunStats:
     """Give statistics the names that a quantized checkpoint of the same model has.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import calibrate_first, explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""
 
 
-def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
+def check_stats_model(stats: RunStats, checkpoint: Checkpoint) -> None:
     """Refuse statistics of another model."""
     found = fingerprint_model(checkpoint.load_config(), checkpoint)
     measured = stats.header.model_fingerprint
@@ -54,7 +54,7 @@ def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
 
 
 def find_kv_scales(
-    stats: CalibrationStats,
+    stats: RunStats,
     checkpoint: Checkpoint,
     dialect: Fp8Dialect,
     rules: ScaleRules = PLAIN_RULES,
@@ -72,7 +72,7 @@ def find_kv_scales(
 
 
 def find_scales(
-    stats: CalibrationStats,
+    stats: RunStats,
     checkpoint: Checkpoint,
     settings: PlanSettings,
     selection: Selection,
@@ -92,7 +92,7 @@ def find_scales(
 
 
 def find_input_scales(
-    stats: CalibrationStats,
+    stats: RunStats,
     quantized: Collection[Matrix],
     *,
     others: Collection[Matrix] = (),
@@ -136,7 +136,7 @@ def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Mat
 
 
 def list_unmeasured(
-    stats: CalibrationStats, quantized: Collection[Matrix], others: Collection[Matrix] = ()
+    stats: RunStats, quantized: Collection[Matrix], others: Collection[Matrix] = ()
 ) -> list[str]:
     """Name the outermost modules that hold only linears outside the decoder layers.
 
@@ -164,7 +164,7 @@ class InputScales:
 
     def __init__(
         self,
-        stats: CalibrationStats,
+        stats: RunStats,
         rules: ScaleRules = PLAIN_RULES,
         *,
         fmt: Fp8Format = E4M3FN,
@@ -200,7 +200,7 @@ class InputScales:
 
 
 def _find_linears(
-    stats: CalibrationStats, matrices: Collection[Matrix]
+    stats: RunStats, matrices: Collection[Matrix]
 ) -> dict[str, tuple[Linear, int | None]]:
     """Find the linears of statistics by weights of the checkpoint, whose modules are the keys.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import explain_difference
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -96,7 +96,7 @@ def _encode(
 
 
 def prepare_weights(
-    stats: CalibrationStats,
+    stats: RunStats,
     source: Checkpoint,
     fmt: Fp8Format,
     tps: Iterable[int],

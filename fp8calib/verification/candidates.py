@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.origin import calibrate_first
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.arithmetic import Numerics, find_served_dtype
@@ -124,7 +124,7 @@ def build_scheme(
     name: str,
     scheme: str,
     target: Target,
-    stats: CalibrationStats | None = None,
+    stats: RunStats | None = None,
     *,
     ignore: Sequence[str] = (),
 ) -> Candidate:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.hooks import find_attention
 from fp8calib.engines.registry import find_emulated
@@ -45,7 +45,7 @@ _EMULATED: WeakSet[LoadedModel] = WeakSet()
 @contextmanager
 def emulate(
     model: LoadedModel,
-    candidate: str | Path | ScaleTable | CalibrationStats | Candidate,
+    candidate: str | Path | ScaleTable | RunStats | Candidate,
     engine: str = "vllm",
     *,
     fp8_dtype: str = E4M3FN.name,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
+from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
 from fp8calib.calibration.origin import (
     STATS_NAME,
     CalibrationOrigin,
@@ -64,7 +64,7 @@ from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 if TYPE_CHECKING:  # statistics for a common model need no replay
     from fp8calib.engines.replay.verdicts import EngineReport
 
-Scales = str | Path | CalibrationStats
+Scales = str | Path | RunStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 _SAMPLE_BYTES = 4096
 
@@ -101,7 +101,7 @@ def make_candidates(
 
     for index, item in enumerate(scales):
         name = str(item)
-        if isinstance(item, CalibrationStats):
+        if isinstance(item, RunStats):
             name = f"statistics-{index}" if index else "statistics"
         try:
             made = open_candidate(item, target, name=name, scheme=scheme)
@@ -173,7 +173,7 @@ def open_candidate(
     calibration, of scales of any dialect, or of an FP8 checkpoint, which is read as the engine
     reads it. Statistics are for the weights and inputs of `scheme`, or for the KV cache.
     """
-    if isinstance(given, CalibrationStats):
+    if isinstance(given, RunStats):
         return _open_stats(name, given, target, scheme)
     name, path = str(given), find_candidate(str(given))
     if is_stats_file(path):
@@ -196,7 +196,7 @@ def open_candidate(
 
 def _open_stats(
     name: str,
-    stats: CalibrationStats,
+    stats: RunStats,
     target: Target,
     scheme: str | None,
     *,
@@ -222,7 +222,7 @@ def _open_stats(
     return replace(made, stats=stats, origin=stats.origin)
 
 
-def _rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> CalibrationStats:
+def _rename_sites(stats: RunStats, geometry: ModelGeometry) -> RunStats:
     """Rename the sites to the paths of `geometry`, which is of the same checkpoint.
 
     A multimodal model in memory has its text decoder at another path than the decoder alone that is

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fp8calib.calibration.calibration_stats import (
-    CalibrationStats,
+    RunStats,
     SiteStats,
     load_stats_file,
     merge_shards,
@@ -39,7 +39,7 @@ UP = Site("model.layers.0.mlp.experts.up_proj", Role.INPUT)
 WEIGHT = Site("model.layers.0.mlp.experts.up_proj", Role.WEIGHT)
 
 
-def make_stats() -> CalibrationStats:
+def make_stats() -> RunStats:
     """Give one site of each kind, every field in use, two tensors equal."""
     header = StatsHeader(
         geometry=make_geometry([make_attention(0)]),
@@ -74,7 +74,7 @@ def make_stats() -> CalibrationStats:
             count=8, amax=torch.tensor([4.0, 3.0, 2.0]), expert_counts=torch.tensor([8, 0])
         ),
     }
-    return CalibrationStats(header=header, sites=sites)
+    return RunStats(header=header, sites=sites)
 
 
 @pytest.fixture
@@ -127,9 +127,7 @@ def test_other_files_and_none_are_refused(path: Path, tmp_path: Path) -> None:
         load_stats_file(tmp_path / "none.safetensors")
 
 
-def through_files(
-    parts: list[CalibrationStats], folder: Path
-) -> list[tuple[str, CalibrationStats]]:
+def through_files(parts: list[RunStats], folder: Path) -> list[tuple[str, RunStats]]:
     found = []
     for number, part in enumerate(parts):
         save_stats(part, folder / f"{number}.safetensors")
@@ -138,7 +136,7 @@ def through_files(
     return found
 
 
-def make_parts(count: int = 2) -> list[tuple[str, CalibrationStats]]:
+def make_parts(count: int = 2) -> list[tuple[str, RunStats]]:
     """Give parts of the two sequences of the handmade header, weights in the first."""
     whole = make_stats()
     bounds = [2 * index // count for index in range(count + 1)]
@@ -160,11 +158,11 @@ def make_parts(count: int = 2) -> list[tuple[str, CalibrationStats]]:
     ]
 
 
-def with_header(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
+def with_header(stats: RunStats, **changes: Any) -> RunStats:
     return replace(stats, header=stats.header.model_copy(update=changes))
 
 
-def with_part(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
+def with_part(stats: RunStats, **changes: Any) -> RunStats:
     assert stats.shard is not None
     return replace(stats, shard=stats.shard.model_copy(update=changes))
 

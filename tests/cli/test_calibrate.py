@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats, load_stats_file
+from fp8calib.calibration.calibration_stats import RunStats, SiteStats, load_stats_file
 from fp8calib.commands.options import recipe_files
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.model.geometry import Role, Site
@@ -34,7 +34,7 @@ def calibrate(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
     return into_new_folder
 
 
-def stats_of(out: Path) -> CalibrationStats:
+def stats_of(out: Path) -> RunStats:
     return load_stats_file(out / "stats.safetensors")
 
 
@@ -283,7 +283,7 @@ def test_rows_that_cannot_be_used_are_skipped_counted_and_named(
     assert not (tmp_path / "b").exists()
 
 
-def make_progress(progress: dict[Site, list[float] | None]) -> CalibrationStats:
+def make_progress(progress: dict[Site, list[float] | None]) -> RunStats:
     sites = {
         site: SiteStats(
             count=4,

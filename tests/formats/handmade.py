@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fp8calib import __version__
-from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.calibration.calibration_stats import RunStats, SiteStats
 from fp8calib.calibration.stats_header import StatsHeader
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
@@ -106,7 +106,7 @@ def make_geometry(
     )
 
 
-def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> CalibrationStats:
+def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> RunStats:
     """Make statistics of sites, with the header fields that an export reads."""
     header = StatsHeader.model_construct(
         geometry=geometry,
@@ -115,7 +115,7 @@ def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> Cali
         skipped=(),
         text_start="fedcba9876543210",
     )
-    return CalibrationStats(header=header, sites=sites)
+    return RunStats(header=header, sites=sites)
 
 
 def make_kv_sites(geometry: ModelGeometry) -> Sites:
@@ -129,13 +129,13 @@ def make_kv_sites(geometry: ModelGeometry) -> Sites:
     return sites
 
 
-def plain_stats(**changes: str) -> CalibrationStats:
+def plain_stats(**changes: str) -> RunStats:
     """Two layers with attention, and no linears."""
     geometry = make_geometry([make_attention(0), make_attention(1)], **changes)
     return make_stats(geometry, make_kv_sites(geometry))
 
 
-def shared_stats() -> CalibrationStats:
+def shared_stats() -> RunStats:
     """Four layers; layer 2 reads the cache of layer 1, and layer 3 that of layer 0."""
     producers = (None, None, 1, 0)
     attentions = [make_attention(index, producer=who) for index, who in enumerate(producers)]
@@ -143,13 +143,13 @@ def shared_stats() -> CalibrationStats:
     return make_stats(geometry, make_kv_sites(geometry))
 
 
-def hybrid_stats() -> CalibrationStats:
+def hybrid_stats() -> RunStats:
     """Two layers; the first caches no K and V."""
     geometry = make_geometry([None, make_attention(1)], model_type="qwen3_next")
     return make_stats(geometry, make_kv_sites(geometry))
 
 
-def latent_stats() -> CalibrationStats:
+def latent_stats() -> RunStats:
     """One layer of latent attention: latent of 4 elements, rotary part of 2."""
     attention = make_attention(0, kind="latent", num_kv_heads=1, k_head_dim=4)
     geometry = make_geometry([attention], model_type="deepseek_v3")
@@ -208,7 +208,7 @@ def _sites_of(index: int, linear: Linear) -> Sites:
     }
 
 
-def linear_stats(*, is_fused: bool = False, **changes: str) -> CalibrationStats:
+def linear_stats(*, is_fused: bool = False, **changes: str) -> RunStats:
     """Two layers with q/k/v/o and gate/up/down, or the same numbers in phi3's fused layout."""
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     split = {name: (name,) for name in _PARTS}
@@ -234,7 +234,7 @@ EXPERT_INPUTS = {
 }
 
 
-def expert_stats() -> CalibrationStats:
+def expert_stats() -> RunStats:
     """One layer with two experts; no token reached the second."""
     root = "model.layers.0.mlp"
     linears = [
@@ -283,7 +283,7 @@ def write_scales(
     return job.skipped
 
 
-def save_source(stats: CalibrationStats, folder: Path, **config: object) -> Checkpoint:
+def save_source(stats: RunStats, folder: Path, **config: object) -> Checkpoint:
     """Save and open a checkpoint with one weight in every attention module."""
     folder.mkdir()
     weights = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.convert import convert_table, explain_conversion, fits_heads
@@ -195,8 +195,8 @@ BELOW_64 = {UNIT_BIN + 6 * OCTAVE - 1: 500, UNIT_BIN + 12 * OCTAVE: 500}
 
 
 def with_histograms(
-    stats: CalibrationStats, counts: Mapping[int, int], *, roles: str = "k v input"
-) -> CalibrationStats:
+    stats: RunStats, counts: Mapping[int, int], *, roles: str = "k v input"
+) -> RunStats:
     """Give the sites of some roles the same histogram."""
     histogram = make_histogram(dict(counts))
     sites = {
@@ -206,7 +206,7 @@ def with_histograms(
     return dataclasses.replace(stats, sites=sites)
 
 
-def change(stats: CalibrationStats, site: Site, **values: object) -> CalibrationStats:
+def change(stats: RunStats, site: Site, **values: object) -> RunStats:
     """Change what was seen at one site."""
     seen = dataclasses.replace(stats.sites[site], **values)
     return dataclasses.replace(stats, sites={**stats.sites, site: seen})
@@ -264,7 +264,7 @@ def _per_rank(rank: int, keys: dict[str, list[float]]) -> dict[str, dict[str, fl
 
 
 def _write(
-    stats: CalibrationStats,
+    stats: RunStats,
     path: Path,
     *,
     tp: int = 1,

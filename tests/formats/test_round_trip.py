@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.calibration.calibration_stats import RunStats, SiteStats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.compute import compute_kv_scales, write_formats
 from fp8calib.formats.convert import convert_table
@@ -286,7 +286,7 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
 
 
 def _write(
-    stats: CalibrationStats,
+    stats: RunStats,
     out: Path,
     formats: tuple[str, ...],
     *,
@@ -317,7 +317,7 @@ def out(tmp_path: Path) -> Path:
     return folder
 
 
-def _with_dead_v(stats: CalibrationStats, *, scales: tuple[float, float]) -> CalibrationStats:
+def _with_dead_v(stats: RunStats, *, scales: tuple[float, float]) -> RunStats:
     site = stats.geometry.layers[0].attention.site(Role.V)  # type: ignore[union-attr]
     return dataclasses.replace(
         stats, sites={**stats.sites, site: SiteStats(count=8, amax=amax_of(scales))}

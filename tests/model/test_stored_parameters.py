@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.model import device as chosen
@@ -21,7 +21,7 @@ LAYER = "model.layers.0.self_attn"
 EITHER = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
 
-def calibrate(folder: Path, *, streamed: bool) -> CalibrationStats:
+def calibrate(folder: Path, *, streamed: bool) -> RunStats:
     with opened(folder, streamed=streamed) as subject:
         return subject.calibrate()
 

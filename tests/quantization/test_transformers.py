@@ -13,7 +13,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 import fp8calib
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import SCHEMES
@@ -68,7 +68,7 @@ def subject(folder: Path) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def stats(folder: Path, subject: Subject) -> CalibrationStats:  # noqa: ARG001 -- it writes the folder
+def stats(folder: Path, subject: Subject) -> RunStats:  # noqa: ARG001 -- it writes the folder
     return run_calibration(folder, make_plan(draw([20, 20])))[1]
 
 
@@ -91,7 +91,7 @@ def test_logits_are_those_the_emulation_predicts(
     others: dict[str, str],
     folder: Path,
     subject: Subject,
-    stats: CalibrationStats,
+    stats: RunStats,
     tmp_path: Path,
 ) -> None:
     """Of several schemes, the checkpoint is emulated; of one, the scheme."""

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
+from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
 from fp8calib.model.geometry import Role, Site
 from tests.kit.checkpoints import change_config
 from tests.plugins.vllm.vllm_cases import CASES, SEQ_LEN, make_rows
@@ -19,7 +19,7 @@ ROWS = [torch.tensor([row["input_ids"]]) for row in make_rows()]
 Tensors = dict[str, torch.Tensor]
 
 
-def run(calibrate: Calibrator, model: Path, data: Path, drafter: str) -> CalibrationStats:
+def run(calibrate: Calibrator, model: Path, data: Path, drafter: str) -> RunStats:
     """Calibrate with a drafter of vLLM; it is to draft three tokens, and drafts one."""
     out, option = (
         model.with_name("out"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8calib.calibration import journal
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.layer_steps import HiddenStateStore
 from fp8calib.commands.model import plan_text
 from fp8calib.commands.text_settings import Data
@@ -63,7 +63,7 @@ def plan_of(name: str, folder: Path, *, tokenizer: Any = None) -> DataPlan:
     )
 
 
-def calibrate(folder: Path, plan: DataPlan, *, streamed: bool, size: int) -> CalibrationStats:
+def calibrate(folder: Path, plan: DataPlan, *, streamed: bool, size: int) -> RunStats:
     with opened(folder, streamed=streamed) as subject:
         return subject.calibrate(plan=plan, batch_size=size)
 

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.arithmetic import Numerics
@@ -103,7 +103,7 @@ def make_subject(model: PreTrainedModel, checkpoint: Checkpoint) -> Subject:
 
 
 def emulate_scheme(
-    subject: Subject, scheme: Scheme, numerics: Numerics, *, stats: CalibrationStats | None = None
+    subject: Subject, scheme: Scheme, numerics: Numerics, *, stats: RunStats | None = None
 ) -> Candidate:
     """Ask the product what an engine makes of a plan of one scheme."""
     settings = PlanSettings(scheme=scheme, dialect=COMPRESSED_TENSORS)
@@ -115,7 +115,7 @@ def emulate_plan(
     settings: PlanSettings,
     numerics: Numerics,
     *,
-    stats: CalibrationStats | None = None,
+    stats: RunStats | None = None,
 ) -> Candidate:
     """Ask the product what an engine makes of what `quantize` would write."""
     return emulate_planned(

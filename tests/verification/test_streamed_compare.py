@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.layer_steps import LayerSteps
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.streamed_model import open_streamed
@@ -43,7 +43,7 @@ LENGTHS = [7, 20, 13, 3, 9]
 
 
 def make_emulations(
-    model: LoadedModel, geometry: ModelGeometry, stats: CalibrationStats, checkpoint: Checkpoint
+    model: LoadedModel, geometry: ModelGeometry, stats: RunStats, checkpoint: Checkpoint
 ) -> dict[str, Candidate]:
     """Make a candidate of every kind: KV alone, weights and inputs, weights alone, and both."""
     source = WeightSource(model, checkpoint)
@@ -101,10 +101,10 @@ def compare(
         return found, looking
 
 
-_measured: dict[Path, CalibrationStats] = {}
+_measured: dict[Path, RunStats] = {}
 
 
-def measure(folder: Path, plan: DataPlan) -> CalibrationStats:
+def measure(folder: Path, plan: DataPlan) -> RunStats:
     """Calibrate a folder's model once; a test has one plan."""
     if folder not in _measured:
         _measured[folder] = run_calibration(folder, plan, batch_size=3)[1]

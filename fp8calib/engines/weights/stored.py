@@ -38,7 +38,7 @@ from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import RunStats
 
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
@@ -75,7 +75,7 @@ class OpenedWeights:
     """The weights in the files that an engine opens; `stats` are of the unquantized model."""
 
     def __init__(
-        self, folder: ScaleFolder, geometry: ModelGeometry, stats: CalibrationStats | None = None
+        self, folder: ScaleFolder, geometry: ModelGeometry, stats: RunStats | None = None
     ) -> None:
         self.folder = folder
         self.geometry = geometry
@@ -144,7 +144,7 @@ class OpenedWeights:
         has_scales = any("scale" in name or "zero_point" in name for name in names)
         return not has_scales and {each.dtype for each in self.tensors.values()} <= {*PLAIN_DTYPES}
 
-    def _find_schemes(self, stored: Sequence[str], stats: CalibrationStats | None) -> None:
+    def _find_schemes(self, stored: Sequence[str], stats: RunStats | None) -> None:
         """Find the schemes of FP8 weights by the config, and scales that do not fit them."""
         try:
             dialect, find_scheme = load_finder(self.folder.path, self.folder.config)

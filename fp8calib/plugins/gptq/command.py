@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.calibration.stats_header import Observe
@@ -119,7 +119,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
         else:
             _check_measured(job, static)
 
-        def plan(measured: CalibrationStats | None) -> QuantizePlan:
+        def plan(measured: RunStats | None) -> QuantizePlan:
             return _plan_checkpoint(
                 *(job, settings, selection, recipe.scales.choice if recipe else PLAIN_RULES),
                 given=stats,
@@ -275,7 +275,7 @@ def _describe_run(job: CalibrationJob, expected: QuantizePlan) -> RunPlan:
 
 
 @contextmanager
-def _rounded_codes(job: CalibrationJob) -> Iterator[tuple[CalibrationStats, RoundedCodes]]:
+def _rounded_codes(job: CalibrationJob) -> Iterator[tuple[RunStats, RoundedCodes]]:
     """Run the text and round all layers; give the statistics and the codes, which then go."""
     for text in job.mode.describe():
         job.reporter.say(text)
@@ -307,8 +307,8 @@ def _plan_checkpoint(
     selection: Selection,
     rules: ScaleRules,
     *,
-    given: CalibrationStats | None,
-    measured: CalibrationStats | None,
+    given: RunStats | None,
+    measured: RunStats | None,
     static: Collection[Matrix],
 ) -> QuantizePlan:
     """Plan the checkpoint with the scales of the given statistics, or of those that were measured.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.commands.check_planned import replay_settings
 from fp8calib.engines.check import replay_overlay
@@ -72,7 +72,7 @@ class Unit:
 class Choices:
     """The units of a model with their schemes, and the emulation of any plan for them."""
 
-    def __init__(self, opened: OpenedPlan, stats: CalibrationStats) -> None:
+    def __init__(self, opened: OpenedPlan, stats: RunStats) -> None:
         self._opened, self._stats = opened, stats
         linears = find_selection(opened.target.checkpoint).require()
         matrices = {each.module: each for each in linears.quantized}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file, save_stats
+from fp8calib.calibration.calibration_stats import RunStats, load_stats_file, save_stats
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import format_size, output_folder, write_file_atomic
@@ -79,9 +79,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
     return result
 
 
-def _calibrate(
-    opened: OpenedPlan, folder: Path, reporter: Reporter, *, is_known: bool
-) -> CalibrationStats:
+def _calibrate(opened: OpenedPlan, folder: Path, reporter: Reporter, *, is_known: bool) -> RunStats:
     """Calibrate, or take the statistics that are given or that an earlier run wrote."""
     if opened.request.stats is not None:
         return read_stats(opened.request.stats)[0]
@@ -110,7 +108,7 @@ def _make_job(opened: OpenedPlan, reporter: Reporter) -> CalibrationJob:
 
 def _plan(
     opened: OpenedPlan,
-    stats: CalibrationStats,
+    stats: RunStats,
     folder: Path,
     measurements: Measurements,
     reporter: Reporter,

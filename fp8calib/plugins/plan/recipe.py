@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.origin import STATS_NAME
 from fp8calib.commands.check_planned import replay_settings
 from fp8calib.commands.options import FORMATS
@@ -80,7 +80,7 @@ def _fold(chosen: Mapping[str, str], parent: str = "") -> Iterator[tuple[str, st
             yield from _fold(inside, path)
 
 
-def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: CalibrationStats) -> None:
+def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: RunStats) -> None:
     """Refuse a plan that an engine does not load, as `check` judges what would be written.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.formats.table import ScaleTable
@@ -40,7 +40,7 @@ class Candidate:
     """Notes on what the emulation does not cover."""
     table: ScaleTable | None = None
     """Its KV scales."""
-    stats: CalibrationStats | None = None
+    stats: RunStats | None = None
     """The statistics that it was made from."""
     origin: CalibrationOrigin | None = None
     """The text it was calibrated on; None if unknown."""

@@ -21,7 +21,7 @@ from fp8calib.calibration.calibrate import (
     collect_stats,
     make_header,
 )
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter
@@ -44,7 +44,7 @@ class Setup:
     sequences: list[torch.Tensor]
     """The same, one by one."""
     plan: DataPlan
-    calibrate: Callable[[], CalibrationStats]
+    calibrate: Callable[[], RunStats]
     """Runs the calibration pass."""
 
 
@@ -79,7 +79,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             *(ready, plan, source, checkpoint), observe=recipe.observe, recipe_name=recipe.name
         )
 
-        def calibrate() -> CalibrationStats:
+        def calibrate() -> RunStats:
             return collect_stats(
                 CalibrationRun(
                     prepared=ready,
