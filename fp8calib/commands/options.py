@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from pydantic import Field
+
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.commands.request import Option, ProgressCallback, option, request_class
 from fp8calib.data.specs import ACCEPTED_SUFFIXES, Specs, parse_spec
@@ -21,6 +23,7 @@ from fp8calib.formats.registry import (
     list_format_names,
 )
 from fp8calib.machine import check_gib
+from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 
@@ -166,6 +169,30 @@ class RecipeOptions:
     fallback: str | None = option(FALLBACK, default=None)
     fp8_dtype: str | None = option(FP8_DTYPE, default=None)
     query_scale: str | None = option(QUERY_SCALE, default=None)
+
+
+def make_field(option: Option, **more: Any) -> Any:
+    """Make the field of a recipe's key from the option that overrides it."""
+    return Field(
+        default=option.key_default,
+        ge=option.least,
+        le=option.most,
+        description=option.about,
+        **more,
+    )
+
+
+class Data(Frozen):
+    """Which text is run through the model: what recipes and requests say of it."""
+
+    sources: tuple[str, ...] = make_field(DATA)
+    text_column: str | None = make_field(TEXT_COLUMN, min_length=1)
+    strict_rows: bool = make_field(STRICT_ROWS, strict=True)
+    samples: int = make_field(SAMPLES, strict=True)
+    seq_len: int | None = make_field(SEQ_LEN, strict=True)
+    batch_size: int | None = make_field(BATCH_SIZE, strict=True)
+    pack: bool = make_field(PACK, strict=True)
+    seed: int = make_field(SEED, strict=True)
 
 
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.

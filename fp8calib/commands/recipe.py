@@ -26,9 +26,8 @@ from pydantic import (
 
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.commands import options as keys
-from fp8calib.commands.options import DATA, recipe_files
+from fp8calib.commands.options import DATA, Data, make_field, recipe_files
 from fp8calib.commands.request import Option, list_options
-from fp8calib.commands.text_settings import Data, make_field
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
 from fp8calib.errors import (
