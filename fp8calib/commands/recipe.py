@@ -111,6 +111,14 @@ class ScaleOptions(Frozen):
 class Quantize(Frozen):
     """The FP8 checkpoint to write."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_rounding(cls, value: Any) -> Any:
+        """Accept recipes of 0.2, which say that weights are rounded to nearest."""
+        if isinstance(value, dict) and value.get("rounding") == "nearest":
+            return {key: item for key, item in value.items() if key != "rounding"}
+        return value
+
     scheme: SchemeName = Field(
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
         f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"

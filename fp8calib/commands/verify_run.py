@@ -217,6 +217,8 @@ def _check_outputs(request: VerifyRequest) -> None:
         if path.exists() and path.stat().st_size and not is_ours(path):
             raise UsageError(f"{path}: not written by verify", hint="name another file")
         check_output_file(path, force=request.force)
+    if len({path.resolve() for path, _ in outputs}) < len(outputs):
+        raise UsageError(f"--report and --dump are both {outputs[0][0]}")
 
 
 def _is_dump(path: Path) -> bool:
