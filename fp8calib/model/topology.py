@@ -72,7 +72,10 @@ def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
         # Llama4ForCausalLM names itself, lm_head included, as its decoder
         inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
         decoder = inner[0] if len(inner) == 1 else decoder
-    return next((name, module) for name, module in model.named_modules() if module is decoder)
+    for name, module in model.named_modules():
+        if module is decoder:
+            return name, module
+    raise ModelError(f"{type(model).__name__}: get_decoder() gives none of its modules")
 
 
 def name_cache_argument(decoder: nn.Module) -> str:
