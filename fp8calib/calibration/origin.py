@@ -35,7 +35,7 @@ def spell_export(stats: Path, model: str = "MODEL") -> str:
 
 def is_stats_file(path: Path) -> bool:
     """Whether the metadata of a safetensors file marks it as calibration statistics."""
-    if path.suffix != ".safetensors" or not path.is_file():
+    if not path.is_file():
         return False
     from fp8calib.checkpoint.header import read_header  # noqa: PLC0415 -- the parser needs none
 

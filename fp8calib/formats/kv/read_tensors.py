@@ -76,7 +76,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     with ExitStack() as stack:
         for file in files:
             stack.callback(file.close)
-            file.fetch(name.full for name, held in named if held is file and name in owners)
+            file.fetch(name.full for name, held in named if held is file)
         for name, file in named:
             if name in owners:
                 stored = _read(name, file, owners[name], found.drops_bad_query)
