@@ -80,7 +80,7 @@ def replay_path(
         # nothing of it will be judged
         base = replace(base, unread=f"its layers are not understood: {error.message}")
         folder, geometry = base, make_stand_in_geometry(base)
-    measured = None if stats is None else _read_stats(stats, base, geometry)
+    measured = None if stats is None else _read_stats(stats, base, geometry, folder or base)
     more: dict[str, Any] = {"model": base, "stats": measured, "reads_weights": read_weights}
     asked = (geometry, tuple(engines.values()), tp)
     if folder is not None:
@@ -161,13 +161,16 @@ def _open_model(path: Path, folder: ScaleFolder | None, model: str | Path | None
     return folder
 
 
-def _read_stats(given: Stats, model: ScaleFolder, geometry: ModelGeometry) -> RunStats:
-    """Read the statistics; refuse another model's, where the folder shows that they are.
+def _read_stats(
+    given: Stats, model: ScaleFolder, geometry: ModelGeometry, scales: ScaleFolder
+) -> RunStats:
+    """Read the statistics; refuse another model's, where the model or the scales show it.
 
     Raises:
         ModelError: naming the difference.
     """
     from fp8calib.commands.stats import read_stats  # imports torch
+    from fp8calib.formats.read import check_origin
 
     stats = read_stats(given)[0]
     name = str(given) if isinstance(given, str | Path) else "statistics"
@@ -184,6 +187,8 @@ def _read_stats(given: Stats, model: ScaleFolder, geometry: ModelGeometry) -> Ru
         )
     origin = CalibrationOrigin(model=stats.header.model_fingerprint)
     _refuse_other_origin(name, origin, model)
+    for path in (scales.path / file for file in scales.tensors if scales.scales.get(file)):
+        check_origin(str(path), read_file_origin(path), origin.model)
     return stats
 
 

@@ -122,7 +122,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             found = _read_kv_scales(checkpoint)
             owned = _list_owned(found, checkpoint)
         elif any(map(find_spelling, checkpoint.stored.tensors)):
-            notes.append("the KV scales of MODEL are left out; add --keep-kv-scales to keep them")
+            notes.append("its KV scales are left out; add --keep-kv-scales to keep them")
 
         def write(folder: Path, *, force: bool) -> Written:
             return write_checkpoint(

@@ -60,7 +60,8 @@ def emulate(
     Args:
         model: the unquantized model; its parameters are in memory.
         candidate: a path of statistics, of scales or of an FP8 checkpoint; the name of a scheme
-            that needs no statistics; `scale-1.0`; or what is in memory already.
+            that needs no statistics; `scale-1.0`; or statistics, scales or the result of
+            `calibrate` in memory.
         engine: the engine to emulate, NAME or NAME==VERSION.
         fp8_dtype: the FP8 format of statistics and of scale 1.0.
 
@@ -113,6 +114,7 @@ def _make_candidate(given: object, target: Target) -> Candidate:
     """Make the candidate that a caller describes."""
     if isinstance(given, Candidate):
         return given
+    given = getattr(given, "stats", given)  # of the result of `calibrate`
     if isinstance(given, ScaleTable):
         return build_kv_candidate("scales", given, target.numerics, origin="given")
     if given == SCALE_ONE:

@@ -98,7 +98,11 @@ def scales(place: str, factors: Mapping[str, float]) -> Maker:
             for name, tensor in tensors.items()
         }
 
-    return changes(place, lambda folder: change_tensors(folder, multiply))
+    def edit(folder: Path) -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            change_tensors(folder, multiply, file.name)
+
+    return changes(place, edit)
 
 
 def rows(count: str, row: object) -> Maker:

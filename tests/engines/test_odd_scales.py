@@ -310,3 +310,12 @@ def test_export_looks_at_the_input_scales_beside_the_scales_it_replaces(
     assert written["right"].verdict == "ok"
     assert written["wrong"].verdict == "not ok"
     assert "looks like a reciprocal" in written["wrong"].summary
+
+
+def test_statistics_of_a_model_of_the_same_shapes_do_not_judge_scales(
+    llama: Path, rows: Path, stats: fp8calib.CalibrationStats, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "m", seed=1)
+    fp8calib.export(stats, tmp_path / "x", formats="kv-overlay", model=llama)
+    with pytest.raises(ModelError, match="scales are of another model: different weights"):
+        fp8calib.check(tmp_path / "x/kv-overlay", stats=measure(tmp_path / "m", rows))

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.candidate import Candidate
@@ -224,7 +226,8 @@ def test_a_model_in_another_dtype_takes_the_statistics_of_its_files(
     made = make("llama")
     model = AutoModelForCausalLM.from_pretrained(made["model"], dtype=torch.bfloat16).eval()
     model.config.note = "in memory"
-    with fp8calib.emulate(model, made["stats"]) as candidate:
+    in_memory = SimpleNamespace(stats=load_stats_file(made["stats"]))  # as `calibrate` returns it
+    with fp8calib.emulate(model, in_memory) as candidate:
         assert "statistics" in candidate.description
         assert generate(model)[1].isfinite().all()
 

@@ -180,16 +180,18 @@ def _decide_without(
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
     one = next(one for one in report.candidates if one.name == SCALE_ONE)
-    kept = "scales that fit" if scaled else "any scale"
-    why = "At scale 1.0 no K, V or q loses anything that another scale would keep."
-    if need.added_by_one is not None and need.sites:
-        kept, changed = "scales that fit", format_difference(need.added_by_one)
-        why = f"At scale 1.0 {_describe_unfit(losing)}, but the KLD changes by {changed}."
+    kld = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
+    ratio = f"perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)}"
     details = [
-        f"FP8 costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)} with {kept} "
-        f"(perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)} at scale 1.0).",
-        why,
+        f"FP8 costs KLD {kld} at scale 1.0 ({ratio}).",
+        "There no K, V or q loses anything that another scale would keep.",
     ]
+    if need.added_by_one is not None and need.sites:
+        why = f"{_describe_unfit(losing)}, but the KLD changes by"
+        details = [
+            f"FP8 costs KLD {kld} with scales that fit ({ratio} at scale 1.0).",
+            f"At scale 1.0 {why} {format_difference(need.added_by_one)}.",
+        ]
     for paired in need.removed:
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {paired.candidate} {describe_pair(paired)}{by_chance}.")
