@@ -48,7 +48,9 @@ def format_ratio(ratio: float, error: float | None) -> str:
 
 def format_share(share: float | None) -> str:
     """Format a share; `-` if unknown."""
-    return "-" if share is None else f"{share:.2%}"
+    if share is None:
+        return "-"
+    return "<0.01%" if 0 < share < 0.00005 else f"{share:.2%}"
 
 
 def format_difference(paired: PairedResult) -> str:
@@ -136,8 +138,8 @@ def sites_table(
             each.site,
             *([each.candidate] if has_candidates else []),
             Cell(format_db(each.sqnr_db), kind="bad" if is_lost else ""),
-            Cell(f"{each.clipped:.2%}", kind="bad" if each.clipped > MOST_CLIPPED else ""),
-            f"{each.flushed:.2%}",
+            Cell(format_share(each.clipped), kind="bad" if each.clipped > MOST_CLIPPED else ""),
+            format_share(each.flushed),
             f"{each.amax:.4g}",
             scale,
         ]
