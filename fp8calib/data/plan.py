@@ -326,10 +326,9 @@ def render_messages(
     try:
         text = render(messages)
     except Exception as error:  # a template is a program that may raise anything
-        names = getattr(
-            tokenizer, "chat_template", None
-        )  # of several, transformers chooses one of these two
-        default = "tool_use" if tools and "tool_use" in (names or ()) else "default"
+        names = getattr(tokenizer, "chat_template", None) or ()
+        # of several, transformers chooses one of these two
+        default = "tool_use" if tools and "tool_use" in names else "default"
         is_named = isinstance(names, Mapping) and default not in names
         fault, hint = "", "use rows with `text`, or a chat model"
         if not has_chat_template(tokenizer):

@@ -26,7 +26,7 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
     """
     for layer, attention in geometry.attentions():
         heads, kv, fault = attention.num_heads, attention.num_kv_heads, ""
-        if heads % tp:
+        if tp < 1 or heads % tp:
             fault = f"does not divide the {heads} attention heads of layer {layer.index}"
         elif attention.kind == "heads" and kv % tp and tp % kv:
             fault = f"and the {kv} KV heads of layer {layer.index}: neither divides the other"

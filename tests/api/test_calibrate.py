@@ -147,6 +147,7 @@ def test_scales_are_complete_or_an_error(tmp_path: Path) -> None:
     whole = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH).stats
     for options, message in [
         ({"granularity": "channel"}, "granularity 'channel'"),
+        ({"tp": 0}, "0"),
         ({"tp": 3}, "3"),
         ({"rule": "median"}, "median"),
         ({"fp8_dtype": "e5m2"}, "^--fp8-dtype: must be"),
