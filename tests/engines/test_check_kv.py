@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.model.geometry import ModelGeometry
+from fp8calib.model.geometry import ModelGeometry, Role
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,
@@ -198,3 +198,14 @@ def test_scales_of_q_and_of_probabilities_are_told_and_decide_nothing(
     told = [text for text in report.problems if "q_scale" in text or "prob" in text]
     assert len(told) == bool(said)
     assert all(said in text and words in text for text in told)
+
+
+def test_a_kv_head_is_computed_with_the_largest_scale_of_its_query_heads(tmp_path: Path) -> None:
+    """FlashAttention 3 takes one scale of q for a KV head; the model has two of four heads."""
+    heads = {"q_scale": [0.25, 0.5, 2.0, 1.0], "k_scale": [0.25, 0.5], "v_scale": [1.0, 2.0]}
+    named = {f"{PATH}.{name}".format(0): [[[x]] for x in each] for name, each in heads.items()}
+    named |= {f"{PATH}.{name}".format(1): [[[x]] for x in each] for name, each in heads.items()}
+    report = ask("vllm", save_folder(tmp_path / "f", named, quantization=PER_HEAD))
+
+    assert report.held[0, Role.Q].numbers == (0.5, 2.0)
+    assert report.held[0, Role.K].numbers == (0.25, 0.5)
