@@ -189,15 +189,18 @@ def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "size", "finer"),
-    [(1, 160, 32), (2, 384, 64), (4, 384, 32), (1, 144, 0), (4, 320, 0), (4, 512, 0)],
+    ("tp", "size", "hidden", "finer"),
+    [
+        *[(1, 160, 256, 32), (2, 384, 256, 64), (2, 384, 288, 32), (4, 384, 256, 32)],
+        *[(1, 144, 256, 0), (4, 320, 256, 0), (4, 512, 256, 0)],
+    ],
 )
 def test_vllms_fp8_method_repeats_the_scales_of_experts(
-    tmp_path: Path, tp: int, size: int, finer: int
+    tmp_path: Path, tp: int, size: int, hidden: int, finer: int
 ) -> None:
     """By hand: 4 x 128 fills blocks; 144 and 320 / 4 = 80 share 16 with 128, under its 32."""
     sizes = {
-        "hidden_size": 256,
+        "hidden_size": hidden,
         "head_dim": 128,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
