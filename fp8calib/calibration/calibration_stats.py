@@ -303,6 +303,8 @@ def merge_shards(named: Sequence[tuple[str, RunStats]]) -> RunStats:
     Raises:
         ModelError: the shards are of different runs, one is given twice, or one is missing.
     """
+    if not named:
+        raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
     found: list[tuple[str, RunStats, StatsShard]] = []
     for name, stats in named:
         shard = stats.shard

@@ -122,6 +122,12 @@ class _Check:
     opened: dict[tuple[object, ...], OpenedWeights] = field(default_factory=dict)
     """By the files, in the order in which an engine opens them."""
 
+    @cached_property
+    def _measured(self) -> Mapping[Slot, Reach]:
+        """What K and V reach by statistics, for all engines."""
+        assert self.stats is not None  # noqa: S101 -- the caller knows
+        return measure_reaches(self.stats)
+
     def ask(self, engine: Engine) -> EngineReport:
         """Report what an engine does, if it starts.
 
@@ -204,7 +210,7 @@ class _Check:
         Weights are read once, if an engine uses a scale.
         """
         if self.stats is not None:
-            return mark_odd_scales(report, factor, reaches=measure_reaches(self.stats))
+            return mark_odd_scales(report, factor, reaches=self._measured)
         if not any(each.status is Status.USED for each in report.slots.values()):
             return report
         if not self.reads_weights:

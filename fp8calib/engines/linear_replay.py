@@ -181,7 +181,7 @@ class _Replay:
         self, group: LinearGroup, scheme: StoredScheme | OtherScheme
     ) -> Iterator[Finding]:
         has_experts = group.kind == "experts"
-        if has_experts and (expert := _find_unequal(group, self._stored.values[1])):
+        if has_experts and (expert := _find_unequal(group, self._stored.values.numbers)):
             why = f"has other input scales for gate and up ({expert})"
             yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
         scaled = {each.module for each in group.members if INPUT_SCALE in each.tensors}
@@ -213,7 +213,7 @@ class _Replay:
     ) -> Iterator[Finding]:
         """Compare one tensor: whether it is there, its dtype, its shape, and its values."""
         name, entry = f"{linear.module}.{suffix}", linear.tensors.get(suffix)
-        bad, _, _ = self._stored.values
+        bad = self._stored.values.bad
         # The engine uses the largest of the valid scales of these linears.
         valid = [
             each.projection

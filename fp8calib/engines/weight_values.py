@@ -76,7 +76,7 @@ def amend_for_values(reports: Reports, folder: ScaleFolder, progress: Progress) 
     amended = {}
     for key, each in reports.items():
         is_told = each.weights is not None  # of another fault
-        report = each.add(problems=zeros + wrong * is_told, suspicious=odd)
+        report = each.add(problems=[*zeros, *(wrong if is_told else ())], suspicious=odd)
         if wrong and not is_told:
             verdict = LoadVerdict(status=Status.BAD, why=wrong[0], fix=NOT_FINITE_FIX)
             report = report.model_copy(update={"weights": verdict})
@@ -167,10 +167,12 @@ def _list_scale_faults(folder: ScaleFolder) -> Iterator[str]:
     for file, held in folder.tensors.items():
         with TensorFile(folder.path / file) as opened:
             for name, entry in held.items():
-                names = (f"{name.removesuffix('_scales')}_blocks",) * name.endswith("_scales")
+                names: tuple[str, ...] = ()
                 if name.endswith(_SCALES):
                     module = name.rpartition(".")[0]
                     names = (f"{module}.weight_packed", f"{module}.weight")
+                elif name.endswith("_scales"):
+                    names = (f"{name.removesuffix('_scales')}_blocks",)
                 codes = next(filter(located.__contains__, names), None)
                 if codes is None or not entry.size_bytes:
                     continue

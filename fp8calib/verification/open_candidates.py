@@ -424,9 +424,8 @@ def judge_loading(
             unusable[name] = f"{release} cannot load it ({report.load_fault}); {figures} alone"
         elif report.unknown:
             doubts[name] = f"whether {release} loads it is unknown ({report.unknown[0]})"
-    for each in opened:
-        why = _find_unused(each, reports.get(each.name), model, engine)
-        if why and each.name not in unusable:
+    for each in (each for each in opened if each.name not in unusable):
+        if why := _find_unused(each, reports.get(each.name), model, engine):
             unusable[each.name] = (
                 f"{release} does not use its KV scales ({why}); {figures} with them"
             )

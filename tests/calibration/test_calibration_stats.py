@@ -195,6 +195,8 @@ def test_a_part_that_is_there_twice_is_refused() -> None:
     first, second = make_parts()
     with pytest.raises(ModelError, match="2 shards needs each once, found 1, 1, 2"):
         merge_shards([first, second, ("again", first[1])])
+    with pytest.raises(ModelError, match="no shards to join"):
+        merge_shards([])
 
 
 def test_parts_of_another_cut_are_refused() -> None:

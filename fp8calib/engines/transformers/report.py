@@ -201,7 +201,7 @@ class _Report:
             for name, entry in self._stored.items()
             if not name.endswith(inputs) or self._loaded.find_parameter(name) is not None
         }
-        for name, what in read_scale_values(self._folder, used)[0].items():
+        for name, what in read_scale_values(self._folder, used).bad.items():
             yield f"{shorten(name)} holds {what}"
 
     def _list_dtype_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +119,7 @@ class OpenedWeights:
             self._find_schemes(stored, stats)
 
     @cached_property
-    def values(self) -> _Values:
+    def values(self) -> ScaleValues:
         """What the scales hold."""
         return read_scale_values(self.folder, self.located)
 
@@ -162,7 +162,7 @@ class OpenedWeights:
             if name in self.tensors
         }
         self.dialect = refine_dialect(dialect, scales).name
-        unmeasured, (_, _, largest) = self.tensors, self.values
+        unmeasured, largest = self.tensors, self.values.largest
         if stats is not None:
             measured = map_measured(stats)
             unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
@@ -179,7 +179,7 @@ class OpenedWeights:
         by_file: dict[str, list[str]] = defaultdict(list)
         for module in (each for each, scheme in self.schemes.items() if not scheme.is_mx):
             for name in name_companions(f"{module}.{WEIGHT}").scales:
-                if name in self.values[2]:
+                if name in self.values.largest:
                     weights[name] = f"{module}.{WEIGHT}"
                     by_file[self.located[name][0]].append(name)
         found = {}
@@ -243,12 +243,18 @@ def _read_tensors(
             yield from ((name, opened.read_scale(name)) for name in held)
 
 
-_Values = tuple[dict[str, str], dict[str, float], dict[str, float]]
-"""By the names of scales: what one holds that is not a finite, normal number above zero, in words;
-the number of one that is a single number; the largest number of one that is not bad."""
+class ScaleValues(NamedTuple):
+    """What the scales of linears hold, by their names."""
+
+    bad: Mapping[str, str]
+    """What a scale holds that is not a finite, normal number above zero, in words."""
+    numbers: Mapping[str, float]
+    """The number of each scale that is a single number."""
+    largest: Mapping[str, float]
+    """The largest number of each that is not bad."""
 
 
-def read_scale_values(folder: ScaleFolder, tensors: Located) -> _Values:
+def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
     """Read the scales of linears; numbers smaller than a byte are not read."""
     by_file: dict[str, list[str]] = defaultdict(list)
     for name, (file, entry) in tensors.items():
@@ -265,7 +271,7 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> _Values:
             largest[name] = float(values.max())
         if values.size == 1:
             numbers[name] = values.item()
-    return bad, numbers, largest
+    return ScaleValues(bad, numbers, largest)
 
 
 def describe_bad(values: NDArray[np.float32], smallest: float) -> str:

@@ -44,18 +44,20 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
 
     check_scheme(path, config.get("kv_cache_scheme"))  # vLLM stops, whatever the linears are
     sparsity, groups = config.get("sparsity_config"), config.get("config_groups")
-    is_known = isinstance(groups, dict) and all(isinstance(item, dict) for item in groups.values())
-    faults = {
-        "sparsity_config has targets": isinstance(sparsity, dict) and sparsity.get("targets"),
-        f"config_groups is {groups!a:.60}, not an object of groups": not is_known,
-        "transform_config rotates tensors while serving": config.get("transform_config"),
-    }
-    for fault in (fault for fault, is_so in faults.items() if is_so):
+    fault = ""
+    if isinstance(sparsity, dict) and sparsity.get("targets"):
+        fault = "sparsity_config has targets"
+    elif not isinstance(groups, dict) or not all(
+        isinstance(each, dict) for each in groups.values()
+    ):
+        fault = f"config_groups is {groups!a:.60}, not an object of groups"
+    elif config.get("transform_config"):
+        fault = "transform_config rotates tensors while serving"
+    if fault or not isinstance(groups, dict):
         raise refusal(path, fault, hint="the weights cannot be read; use another checkpoint")
-    known: Mapping[str, Fields] = groups if isinstance(groups, dict) else {}
     ignored = read_names(path, config, "ignore")
     targets = {
-        target: group for group in known.values() for target in read_names(path, group, "targets")
+        target: group for group in groups.values() for target in read_names(path, group, "targets")
     }
 
     def find(module: str) -> StoredScheme:
@@ -127,12 +129,14 @@ def _read_arguments(path: Path, module: str, given: object) -> Arguments:
     strategy = str(fields.get("strategy") or inferred).lower()
     has_groups, has_blocks = size not in (None, -1), block is not None
     is_misfit = (has_groups and strategy != "group") or (has_blocks and strategy != "block")
-    faults = {
-        "has zero points": fields.get("symmetric", True) is not True,
-        f"is per {strategy!a:.40} with the size of groups or blocks": is_misfit,
-        f"has dynamic {dynamic!a:.40}": dynamic not in (None, True, False),
-    }
-    for fault in (fault for fault, is_so in faults.items() if is_so):
+    fault = ""
+    if fields.get("symmetric", True) is not True:
+        fault = "has zero points"
+    elif is_misfit:
+        fault = f"is per {strategy!a:.40} with the size of groups or blocks"
+    elif dynamic not in (None, True, False):
+        fault = f"has dynamic {dynamic!a:.40}"
+    if fault:
         raise refusal(path, f"{module}: FP8 that {fault} is not supported")
     return Arguments(
         strategy=strategy,
