@@ -43,6 +43,7 @@ from tests.zoo import draw
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
 """A llama of 4 query heads and 2 KV heads, all of whose linears fill blocks of 128."""
+CT = "compressed-tensors"
 PAIRS = [
     (form.name, scheme)
     for form in list_written_fp8()
@@ -179,6 +180,19 @@ def test_ranks_have_to_fill_blocks_too(
         why = explain(ask(folder, engine, tp))
         assert bool(why) is bool(part)
         assert part in why
+
+
+@pytest.mark.parametrize(
+    ("form", "head_dim", "is_refused"),
+    [("autofp8", 64, False), ("autofp8", 128, False), ("autofp8", 256, True), (CT, 128, True)],
+)
+def test_vllm_reorders_rows_of_llama4_inside_of_a_head(
+    tmp_path: Path, form: str, head_dim: int, is_refused: bool
+) -> None:
+    sizes = {"hidden_size": 256, "head_dim": head_dim, "intermediate_size_mlp": 256}
+    zoo.save("llama4_text", tmp_path / "m", **sizes)
+    run(tmp_path / "m", tmp_path / "q", "fp8-block", form, ignore=["*.feed_forward"])
+    assert ("it reorders the rows" in explain(ask(tmp_path / "q", "vllm"))) is is_refused
 
 
 def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:

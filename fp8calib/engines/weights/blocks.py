@@ -18,6 +18,7 @@ from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import WeightRule
 from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.geometry import Linear
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.tensor_parallel import rank_range
@@ -68,6 +69,7 @@ def apply_rules(
                 and (not rule.has_experts or module in experts)
                 and (not rule.beside or rule.beside in held.get(module, ()))
                 and rule.granularity in (None, scheme.weights)
+                and not (rule.splits_heads and _holds_whole_heads(stored, scheme))
             ):
                 why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
                 if rule.has_experts or rule.endings:
@@ -76,6 +78,11 @@ def apply_rules(
                     why = f"{why}; {options} leaves them unquantized"
                 yield Finding(status=rule.status, why=why, fix=rule.fix)
                 break
+
+
+def _holds_whole_heads(stored: OpenedWeights, scheme: StoredScheme) -> bool:
+    attentions = (attention for _, attention in stored.geometry.attentions())
+    return all(scheme.block[0] % attention.k_head_dim == 0 for attention in attentions)
 
 
 def list_block_findings(

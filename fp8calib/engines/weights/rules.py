@@ -38,6 +38,8 @@ class WeightRule:
     """Only weights that have this tensor, by the last part of its name."""
     granularity: Granularity | None = None
     """Only weights with a scale for each of these."""
+    splits_heads: bool = False
+    """Only where the rows of a block do not hold whole heads."""
     ignore: tuple[str, ...] = ()
     """Values of `quantize --ignore` that leave these linears unquantized."""
     fix: str = ""
