@@ -43,35 +43,44 @@ class AnswerError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceScores:
-    """What a server says about the L tokens of one sequence."""
+class ServerScores:
+    """What a server says about the N tokens of a sequence, or of several, but their first ones."""
 
     logprobs: torch.Tensor
-    """log p(token | earlier tokens), for tokens 2..L, in nats: fp32 [L - 1]."""
+    """log p(token | earlier tokens), in nats: fp32 [N]."""
     top_ids: torch.Tensor
-    """The most likely tokens there, most likely first: int64 [L - 1, K]."""
+    """The most likely tokens there, most likely first: int64 [N, K]."""
     top_logprobs: torch.Tensor
-    """Their log-probabilities: fp32 [L - 1, K]."""
+    """Their log-probabilities: fp32 [N, K]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerScores:
-    """What a server answered: about every sequence, in order."""
+class Written:
+    """A sequence whose end a server wrote."""
 
-    url: str
-    kind: str
-    model: str
-    sequences: tuple[SequenceScores, ...]
+    ids: torch.Tensor
+    """All tokens, those of the prompt first: int64 [L]."""
+    num_prompt: int
+    logprobs: torch.Tensor
+    """Of the tokens after the prompt, as they were decoded: fp32 [L - P]; empty if drawn."""
 
-    @property
-    def logprobs(self) -> torch.Tensor:
-        """The log-probability of every token: fp32 [N], sequences in order."""
-        return torch.cat([each.logprobs for each in self.sequences])
 
-    @property
-    def num_top(self) -> int:
-        """The number of tokens it reports at a position."""
-        return self.sequences[0].top_ids.shape[1]
+def read(form: type[FormT], body: Any) -> FormT:
+    """Read an answer of a form.
+
+    Raises:
+        AnswerError: it has another one; the message names the first difference.
+    """
+    try:
+        return form.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "no object"
+        given = "" if first["type"] == "missing" else f" ({str(first['input'])[:40]!r})"
+        raise AnswerError(
+            f"has another form: {place}: {first['msg']}{given}",
+            hint="name the kind with --server-kind",
+        ) from error
 
 
 def check_tokens(tokens: Sequence[int], ids: Sequence[int], cache_flag: str) -> None:
@@ -102,12 +111,12 @@ def check_tokens(tokens: Sequence[int], ids: Sequence[int], cache_flag: str) -> 
             )
 
 
-def join_answer(
+def join_scores(
     logprobs: Sequence[float],
     tops: Sequence[Sequence[tuple[int, float]]],
     num_top: int,
     logprobs_flag: str,
-) -> SequenceScores:
+) -> ServerScores:
     """Join the log-probabilities of tokens with those of the most likely ones, in any order.
 
     Raises:
@@ -115,80 +124,51 @@ def join_answer(
     """
     rows = [sorted(top, key=lambda pair: -pair[1]) for top in tops]
     for place, (logprob, row) in enumerate(zip(logprobs, rows, strict=True), start=1):
-        _require_logprob(logprob, place)
+        likely = [each for _, each in row]
+        _require_logprobs([logprob], place)
         if len(row) < num_top:
             raise AnswerError(
                 f"has {len(row)} tokens at position {place}, and {num_top} were asked for",
                 hint=f"use a smaller --server-logprobs, or start the server with {logprobs_flag}",
             )
-        for _, likely in row:
-            _require_logprob(likely, place)
-        if sum(math.exp(likely) for _, likely in row) > _MOST_PROBABILITY:
+        _require_logprobs(likely, place)
+        if sum(map(math.exp, likely)) > _MOST_PROBABILITY:
             raise AnswerError(
                 f"has tokens at position {place} whose probabilities add up to more than 1",
                 hint="does it send logits (vLLM: --logprobs-mode)? is there a proxy?",
             )
-    shape = (len(rows), num_top)
-    return SequenceScores(
+    best = torch.tensor([row[:num_top] for row in rows], dtype=torch.float64)
+    best = best.reshape(len(rows), num_top, 2)  # fp64 holds every token
+    return ServerScores(
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        top_ids=torch.tensor(
-            [[token for token, _ in row[:num_top]] for row in rows], dtype=torch.int64
-        ).reshape(shape),
-        top_logprobs=torch.tensor(
-            [[likely for _, likely in row[:num_top]] for row in rows], dtype=torch.float32
-        ).reshape(shape),
+        top_ids=best[:, :, 0].long(),
+        top_logprobs=best[:, :, 1].float(),
     )
 
 
-def _require_logprob(value: float, place: int) -> None:
-    if math.isfinite(value) and value <= _ROUNDING:
-        return
-    said = "is NaN or inf"
-    hint = "the server's logits are broken: look at its scales, dtype and attention backend"
-    if math.isfinite(value):
-        said = "is above 0"
-        hint = "does it send logits (vLLM: --logprobs-mode)? if not, look at its attention backend"
-    raise AnswerError(
-        f"has a log-probability that {said} ({value:g}) at position {place}", hint=hint
-    )
+def _require_logprobs(values: Sequence[float], place: int) -> None:
+    for value in values:
+        if not math.isfinite(value):
+            raise AnswerError(
+                f"has a log-probability that is NaN or inf ({value:g}) at position {place}",
+                hint="the server's logits are broken: look at its scales, dtype and attention "
+                "backend",
+            )
+        if value > _ROUNDING:
+            raise AnswerError(
+                f"has a log-probability that is above 0 ({value:g}) at position {place}",
+                hint="does it send logits (vLLM: --logprobs-mode)? if not, look at its attention "
+                "backend",
+            )
 
 
-def join_decoded(tokens: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, float]]:
-    """Join the tokens of a continuation with their log-probabilities.
-
-    Raises:
-        AnswerError: there are more or fewer log-probabilities, or one is none.
-    """
-    if len(tokens) != len(logprobs):
-        raise AnswerError(f"has {len(logprobs)} log-probabilities of {len(tokens)} written tokens")
-    for place, logprob in enumerate(logprobs):
-        _require_logprob(logprob, place)
-    return list(zip(tokens, logprobs, strict=True))
-
-
-def read(form: type[FormT], body: Any) -> FormT:
-    """Read an answer of a form.
+def check_written(
+    tokens: Sequence[int], logprobs: Sequence[float] | None, count: int
+) -> tuple[Sequence[int], Sequence[float]]:
+    """Give the tokens of a continuation, and their log-probabilities if they were asked for.
 
     Raises:
-        AnswerError: it has another one; the message names the first difference.
-    """
-    try:
-        return form.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "no object"
-        given = "" if first["type"] == "missing" else f" ({str(first['input'])[:40]!r})"
-        raise AnswerError(
-            f"has another form: {place}: {first['msg']}{given}",
-            hint="name the kind with --server-kind",
-        ) from error
-
-
-def check_count(tokens: Sequence[int], count: int) -> list[int]:
-    """Give the tokens of a continuation.
-
-    Raises:
-        AnswerError: there are more or fewer than `count`.
+        AnswerError: there are more or fewer than `count`, or one is no log-probability.
     """
     if len(tokens) != count:
         raise AnswerError(
@@ -196,4 +176,10 @@ def check_count(tokens: Sequence[int], count: int) -> list[int]:
             hint="the server stopped early; use the plain completions endpoint, without a chat "
             "template",
         )
-    return list(tokens)
+    if logprobs is None:
+        return tokens, ()
+    if len(logprobs) != count:
+        raise AnswerError(f"has {len(logprobs)} log-probabilities of {count} written tokens")
+    for place, logprob in enumerate(logprobs):
+        _require_logprobs([logprob], place)
+    return tokens, logprobs

@@ -5,123 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from fp8calib.calibration.progress import Progress
-from fp8calib.checkpoint.header import read_header
-from fp8calib.checkpoint.locations import require_path
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.data.sequences import DataPlan, replace_sequences
-from fp8calib.errors import DataError, ModelError, UsageError, shorten
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
-from fp8calib.plugins.server.assess import ServerAnswers, ServerEvidence
-from fp8calib.plugins.server.client import Endpoint, find_endpoint
-from fp8calib.plugins.server.decoding import DecodingAnswers
+from fp8calib.plugins.server.answers import ServerScores
+from fp8calib.plugins.server.client import ServerClient
+from fp8calib.plugins.server.decoding import assess_decoding
 from fp8calib.plugins.server.faults import SEQUENCES
 from fp8calib.plugins.server.model_text import count_given, write_text
 from fp8calib.plugins.server.request import ServerRequest
-from fp8calib.plugins.server.result import SERVER
+from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.plugins.server.score import Server, connect
 from fp8calib.plugins.server.server_kinds import KINDS
-from fp8calib.verification.report import SCALE_ONE
-
-_SERVER_KEY = "FP8CALIB_SERVER_KEY"
-"""The environment variable with the API key of the server."""
-_REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
-"""The same for --reference-server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
-    """The server, and the unquantized one if it is named."""
+class ServerAnswers:
+    """What servers answered about the text."""
 
-    server: Server
-    reference: Server | None
+    servers: Sequence[Server]
+    """The server, then the unquantized one if it is named."""
+    scores: ServerScores
+    again: ServerScores
+    """The same server, about the first sequences once more."""
+    reference: ServerScores | None
+    """The unquantized server."""
+    num_given: int | None
+    """How many tokens begin every sequence, if the unquantized model wrote the rest."""
+    decoding: ServerDecodeResult | None
+    """With --decode: what the server wrote itself."""
 
-    def ask(
-        self, plan: DataPlan, model: LoadedModel | None, progress: Progress
-    ) -> tuple[DataPlan, ServerAnswers]:
-        """Let the servers score the text, and the server its first sequences again.
-
-        With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
-
-        Raises:
-            ServerError: a server fails.
-            VerificationError: the model gives NaN or inf.
-        """
-        server, reference, request = self.server, self.reference, self.server.request
-        if request.sampled and reference is not None:
-            plan = replace_sequences(plan, reference.write(plan.sequences, progress))
-        elif request.sampled:
-            assert model is not None  # noqa: S101 -- a streamed one is refused before it runs
-            plan = replace_sequences(plan, write_text(model, plan.sequences, progress))
-        every, few = plan.sequences, plan.sequences[:SEQUENCES]
-        scores = server.score(every, progress, stage="asking the server")
-        again = server.score(few, progress, stage="asking the server again")
-        unquantized, repeated = None, 0
-        if reference is not None:
-            stage = "asking the unquantized server"
-            unquantized = reference.score(every, progress, stage=stage)
-            repeated = reference.count.repeated
-        return plan, ServerAnswers(
-            scores=scores,
-            again=again,
-            reference=unquantized,
-            decoding=_ask_decoding(server, every, progress) if request.decode else None,
-            num_given=count_given(every) if request.sampled else None,
-            repeated=repeated + server.count.repeated,
-        )
-
-
-def explain_streaming(request: ServerRequest) -> UsageError | None:
-    """Say why the model must be in memory whole; None if it need not be."""
-    if not request.sampled or request.reference_server is not None:
-        return None
-    return UsageError(
-        "--sampled: the model does not fit into memory, and a streamed one cannot write: "
-        "every generated token would read all weights again",
-        hint="name an unquantized server that writes (--reference-server), or use a machine "
-        "(or a larger --memory) that holds the model",
-    )
-
-
-def open_servers(
-    request: ServerRequest, source: ModelSource, plan: DataPlan, say: Callable[[str], None]
-) -> tuple[DataPlan, Servers]:
-    """Connect to the servers; give the plan with what could not be checked.
-
-    `say` gets notes on the connection while it is used.
-
-    Raises:
-        UsageError: a URL or the kind is invalid, both servers are one, or rows have media.
-        ServerError: a server fails.
-        ModelError: it has another model.
-    """
-    tokenizer = request.tokenizer
-    if tokenizer is None:
-        with suppress(ModelError):  # data of token ids needs none, and there may be none
-            tokenizer = load_tokenizer(source)
-
-    def open_one(endpoint: Endpoint, model: str | None, kind: str | None) -> Server:
-        vocab_size = int(source.text_config.vocab_size)
-        asked = (request, endpoint, (model, kind), plan.sequences, tokenizer)
-        return connect(*asked, vocab_size=vocab_size, say=say)
-
-    endpoint = find_endpoint("URL", request.url, _SERVER_KEY)
-    server, reference = open_one(endpoint, request.server_model, request.server_kind), None
-    if (url := request.reference_server) is not None:
-        other = find_endpoint("--reference-server", url, _REFERENCE_KEY)
-        reference = open_one(other, request.reference_server_model, None)
-        if (other.url, reference.model) == (endpoint.url, server.model):
-            raise UsageError(
-                f"--reference-server: {endpoint.url} is the server itself",
-                hint="name a server of the unquantized model, or --reference-server-model",
-            )
-    notes = [one.note for one in (server, reference) if one is not None and one.note]
-    plan = replace(plan, warnings=(*plan.warnings, *notes))
-    return plan, Servers(server=server, reference=reference)
+    def choose_reference(self, model: torch.Tensor | None) -> torch.Tensor:
+        """Choose what the server is compared with: the unquantized one, else `model`: fp32 [N]."""
+        chosen = model if self.reference is None else self.reference.logprobs
+        assert chosen is not None  # noqa: S101 -- there is a model or a server
+        return chosen
 
 
 def check_text(request: ServerRequest, plan: DataPlan) -> None:
@@ -143,82 +65,93 @@ def check_text(request: ServerRequest, plan: DataPlan) -> None:
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
 
 
-def _ask_decoding(
-    server: Server, every: Sequence[torch.Tensor], progress: Progress
-) -> DecodingAnswers:
-    """Let the server write, then score what it wrote, each twice for the first sequences."""
-    decoded = server.decode(every, progress, stage="letting the server write")
-    again = server.decode(every[:SEQUENCES], progress, stage="letting it write again")
-    written = tuple(each.ids for each in decoded)
-    scores = server.score(written, progress, stage="asking about what it wrote")
-    stage = "asking about what it wrote again"
-    scores_again = server.score(written[:SEQUENCES], progress, stage=stage)
-    return DecodingAnswers(decoded=decoded, again=again, scores=scores, scores_again=scores_again)
+def open_servers(
+    request: ServerRequest, source: ModelSource, plan: DataPlan, say: Callable[[str], None]
+) -> tuple[DataPlan, Sequence[Server]]:
+    """Connect to the servers; give the plan with what could not be checked.
 
-
-def check_dump(request: ServerRequest) -> None:
-    """Refuse a dump that cannot be read.
+    `say` gets notes on the connection while it is used.
 
     Raises:
-        UsageError: there is none, or the text of the comparison is not that of a dump.
-        ModelError: the file is no dump.
+        UsageError: a URL or a key is invalid, or both servers are one.
+        ServerError: a server fails.
+        ModelError: it has another model.
     """
-    if request.reference_dump is None:
-        return
-    dump = Path(request.reference_dump)
-    require_path(dump, option="--reference-dump")
-    read_header(dump)  # before the server is asked
-    if request.sampled:
-        raise UsageError(
-            "--sampled: a dump has other text than what the model would write here",
-            hint="leave out --sampled, or --reference-dump",
-        )
+    tokenizer = request.tokenizer
+    if tokenizer is None:
+        with suppress(ModelError):  # data of token ids needs none, and there may be none
+            tokenizer = load_tokenizer(source)
+    shared = (plan.sequences, tokenizer, int(source.text_config.vocab_size))
+    client = ServerClient("URL", request.url, "FP8CALIB_SERVER_KEY", say)
+    servers = [connect(request, client, request.server_model, request.server_kind, *shared)]
+    if (url := request.reference_server) is not None:
+        other = ServerClient("--reference-server", url, "FP8CALIB_REFERENCE_SERVER_KEY", say)
+        servers.append(connect(request, other, request.reference_server_model, None, *shared))
+        if len({(server.client.url, server.model) for server in servers}) == 1:
+            raise UsageError(
+                f"--reference-server: {client.url} is the server itself",
+                hint="name a server of the unquantized model, or --reference-server-model",
+            )
+    notes = [server.note for server in servers if server.note]
+    return replace(plan, warnings=(*plan.warnings, *notes)), servers
 
 
-def gather_alone(plan: DataPlan, dump: Path | None) -> ServerEvidence:
-    """Gather what a server is compared with where nothing runs here: a dump, or nothing.
-
-    Raises:
-        ModelError: the dump cannot be read.
-        DataError: it is of another text, or damaged.
-    """
-    logprobs = {} if dump is None else _read_dump(dump, plan)
-    reference = logprobs.pop("reference", None)
-    logprobs.pop(SERVER, None)
-    changes = {
-        name: (each - reference).double()
-        for name, each in logprobs.items()
-        if reference is not None
-    }
-    return ServerEvidence(
-        reference=reference,
-        watched=None,
-        candidates=changes,
-        has_scales=any(name != SCALE_ONE for name in changes),
-        faults={},
+def explain_streaming(request: ServerRequest) -> UsageError | None:
+    """Say why the model must be in memory whole; None if it need not be."""
+    if not request.sampled or request.reference_server is not None:
+        return None
+    return UsageError(
+        "--sampled: the model does not fit into memory, and a streamed one cannot write: "
+        "every generated token would read all weights again",
+        hint="name an unquantized server that writes (--reference-server), or use a machine "
+        "(or a larger --memory) that holds the model",
     )
 
 
-def _read_dump(path: Path, plan: DataPlan) -> dict[str, torch.Tensor]:
-    with TensorFile(path) as file:
-        found = {name: file.read(name) for name in file.tensors}
-        metadata = file.metadata
-    if "reference" not in found:
-        raise DataError(
-            f"{path}: holds no reference",
-            hint="name a file that `fp8calib verify --dump FILE` wrote",
-        )
-    broken = next((name for name in found if not bool(found[name].isfinite().all())), None)
-    if broken is not None:
-        raise DataError(
-            f"{path}: damaged: {shorten(broken)} has NaN or infinity", hint="write it again"
-        )
-    num_scored = sum(length - 1 for length in plan.lengths)
-    sizes = {tuple(each.shape) for each in found.values()}
-    if sizes != {(num_scored,)} or metadata.get("data") != plan.fingerprint:
-        raise DataError(
-            f"{path}: of another text: it has {len(found['reference'])} tokens, this one "
-            f"{num_scored}",
-            hint="use the same --data, --samples, --seq-len and tokenizer as that run",
-        )
-    return found
+def ask_servers(
+    servers: Sequence[Server], plan: DataPlan, model: LoadedModel | None, progress: Progress
+) -> tuple[DataPlan, ServerAnswers]:
+    """Let the servers score the text, and the first one its first sequences again.
+
+    With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
+
+    Raises:
+        ServerError: a server fails.
+        VerificationError: the model gives NaN or inf.
+    """
+    server, *others = servers
+    request = server.request
+    if request.sampled and others:
+        written = others[0].write(plan.sequences, progress, stage="writing text", is_drawn=True)
+        plan = replace_sequences(plan, [each.ids for each in written])
+    elif request.sampled:
+        assert model is not None  # noqa: S101 -- a streamed one is refused before it runs
+        plan = replace_sequences(plan, write_text(model, plan.sequences, progress))
+    every, few = plan.sequences, plan.sequences[:SEQUENCES]
+    scores = server.score(every, progress, stage="asking the server")
+    again = server.score(few, progress, stage="asking the server again")
+    reference = None
+    if others:
+        reference = others[0].score(every, progress, stage="asking the unquantized server")
+    return plan, ServerAnswers(
+        servers=servers,
+        scores=scores,
+        again=again,
+        reference=reference,
+        num_given=count_given(every) if request.sampled else None,
+        decoding=_ask_decoding(server, every, progress) if request.decode else None,
+    )
+
+
+def _ask_decoding(
+    server: Server, every: Sequence[torch.Tensor], progress: Progress
+) -> ServerDecodeResult:
+    """Let the server write, then score what it wrote, each twice for the first sequences."""
+    few = every[:SEQUENCES]
+    written = server.write(every, progress, stage="letting the server write", is_drawn=False)
+    again = server.write(few, progress, stage="letting it write again", is_drawn=False)
+    ids = [each.ids for each in written]
+    scores = server.score(ids, progress, stage="asking about what it wrote")
+    few = ids[:SEQUENCES]
+    repeated = server.score(few, progress, stage="asking about what it wrote again")
+    return assess_decoding(written, again, scores.logprobs, repeated.logprobs)

@@ -4,69 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from fp8calib.plugins.server.answers import ServerScores
-from fp8calib.plugins.server.decoding import DecodingAnswers, assess_decoding
+from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.streamed_model import StreamedModel
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.plugins.server.ask import ServerAnswers
 from fp8calib.plugins.server.diagnose import (
     Changes,
     Diagnosis,
+    ServerFinding,
     diagnose,
     explain_with_faults,
     mean_square,
     needs_faults,
 )
-from fp8calib.plugins.server.estimates import TopTokens, WrittenText, low_variance
-from fp8calib.plugins.server.faults import Fault, FaultRunner
+from fp8calib.plugins.server.estimates import TopTokens, average_written, low_variance
+from fp8calib.plugins.server.faults import (
+    Fault,
+    choose_text,
+    has_scaled_kv,
+    list_kv_faults,
+    run_faults,
+)
 from fp8calib.plugins.server.result import (
+    SERVER,
     EstimateResult,
     ExplanationResult,
     ServerResult,
     UnquantizedServer,
 )
 from fp8calib.plugins.server.sentences import describe_diagnosis
-from fp8calib.verification.report import Figures
+from fp8calib.verification.judge.gates import Gate, judge
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
+    Decision,
+    Figures,
+    PairedAnswer,
+    Verdict,
+    VerifyReport,
+)
 from fp8calib.verification.summary import (
     average,
     bounded_exp,
     summarize_logprobs,
+    summarize_positions,
 )
 from fp8calib.verification.tables import format_mean_kld
+from fp8calib.verification.verify import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAnswers:
-    """What servers answered about the text."""
-
-    scores: ServerScores
-    again: ServerScores
-    """The same server, about the first sequences once more."""
-    reference: ServerScores | None = None
-    """An unquantized server."""
-    num_given: int | None = None
-    """How many tokens begin every sequence, if the unquantized model wrote the rest."""
-    repeated: int = 0
-    """Requests sent again, to either server."""
-    decoding: DecodingAnswers | None = None
-    """What the server wrote itself."""
-
-    @property
-    def watched(self) -> list[torch.Tensor] | None:
-        """The tokens whose log-probabilities by the unquantized model are needed."""
-        if not self.scores.num_top:
-            return None
-        return [each.top_ids for each in self.scores.sequences]
-
-    @property
-    def noise(self) -> float:
-        """The mean square of the changes from one scoring to the next."""
-        first = self.scores.logprobs[: len(self.again.logprobs)]
-        return mean_square((self.again.logprobs - first).double())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerEvidence:
+class Evidence:
     """What a server is compared with. N tokens, of all sequences in order."""
 
     reference: torch.Tensor | None
@@ -79,33 +71,24 @@ class ServerEvidence:
     """Whether one of them has scales that the server should use."""
     faults: Mapping[str, Fault]
     """The fault of each entry of `candidates` that is not a candidate of the report."""
-    runner: FaultRunner | None = None
-    """None where nothing is emulated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assessment:
-    """The figures of a server, and its diagnosis."""
-
-    summary: Figures
-    result: ServerResult
-    logprobs: torch.Tensor
-    reference: torch.Tensor
-    """The log-probabilities that it is compared with: fp32 [N]."""
+    model: PreparedModel | StreamedModel | None = None
+    """It runs further faults; None where nothing is emulated."""
 
 
 def assess(
-    answers: ServerAnswers, evidence: ServerEvidence, sequences: Sequence[torch.Tensor]
-) -> Assessment:
+    answers: ServerAnswers,
+    evidence: Evidence,
+    asked: Verification,
+    gate: Gate,
+    progress: Progress,
+) -> tuple[ServerResult, CandidateResult]:
     """Compare a server with the unquantized model, here or in a server, and with candidates.
 
-    `sequences` are the token ids of the text.
+    Give the result, and its row in the report.
     """
-    lengths = list(map(len, sequences))
-    scores = answers.scores
-    reference = evidence.reference if answers.reference is None else answers.reference.logprobs
-    assert reference is not None  # noqa: S101 -- there is a model or a server
-    top = _find_top(answers, evidence, sequences)
+    server, lengths, scores = answers.servers[0], asked.plan.lengths, answers.scores
+    reference = answers.choose_reference(evidence.reference)
+    top = _find_top(answers, evidence, asked)
     klds = _estimate(answers, reference, top, lengths)
     low, bound = klds.get("kld_low_variance"), klds.get("kld_at_least")
     summary = summarize_logprobs(
@@ -119,12 +102,18 @@ def assess(
     if known := low or bound:
         about = "KLD" if low else "KLD at least"
         words = f"{about} {format_mean_kld(known.value, known.se)}"
-    changes = (scores.logprobs - reference).double()
-    found, faults = _diagnose(answers, evidence, changes, lengths)
+    first = scores.logprobs[: len(answers.again.logprobs)]
+    given = Changes(
+        server=(scores.logprobs - reference).double(),
+        candidates=evidence.candidates,
+        lengths=lengths,
+        noise=mean_square((answers.again.logprobs - first).double()),
+    )
+    found, faults = _diagnose(given, evidence, asked, progress)
     result = ServerResult(
-        url=scores.url,
-        kind=scores.kind,
-        model=scores.model,
+        url=server.client.url,
+        kind=server.kind.name,
+        model=server.model,
         finding=found.finding.value,
         explained_by=found.name,
         sentence=describe_diagnosis(
@@ -136,12 +125,12 @@ def assess(
             kld=words,
         ),
         change_rms=found.size,
-        noise_rms=answers.noise**0.5,
-        engine=_compare_engines(answers.reference, evidence.reference),
+        noise_rms=given.noise**0.5,
+        engine=_compare_engines(answers, evidence.reference),
         **klds,
         top_covered=None if top is None else top.covered,
-        repeated_requests=answers.repeated,
-        decoding=None if answers.decoding is None else assess_decoding(answers.decoding),
+        repeated_requests=sum(each.client.repeated for each in answers.servers),
+        decoding=answers.decoding,
         explanations=tuple(
             ExplanationResult(
                 candidate=fit.name, correlation=fit.correlation, residual_rms=fit.residual
@@ -149,7 +138,43 @@ def assess(
             for fit in found.fits
         ),
     )
-    return Assessment(summary=summary, result=result, logprobs=scores.logprobs, reference=reference)
+    verdict, why = _judge(summary, gate, result)
+    row = CandidateResult(
+        **dict(summary)
+        | {
+            "name": SERVER,
+            "description": f"{result.kind} at {result.url}, model {result.model}",
+        },
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=summarize_positions(scores.logprobs, reference, lengths),
+    )
+    return result, row
+
+
+def add_server(report: VerifyReport, result: ServerResult, row: CandidateResult) -> VerifyReport:
+    """Add the server to a report, before scale 1.0; its diagnosis is the advice."""
+    last = [one for one in report.candidates if one.name == SCALE_ONE]
+    others = [one for one in report.candidates if one.name != SCALE_ONE]
+    headline, details = result.sentence, ""
+    if result.decoding is not None:
+        headline, details = result.decoding.sentence, result.sentence
+    decision = Decision(headline=headline, details=details)
+    changed = {"candidates": (*others, row, *last), "decision": decision}
+    return report.model_copy(update=changed)
+
+
+def _judge(summary: Figures, gate: Gate, result: ServerResult) -> tuple[Verdict, str]:
+    """Give the verdict of the gate; a server with a fault does not just pass."""
+    verdict, why = judge(summary, gate)
+    passes = verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
+    if result.finding == ServerFinding.UNKNOWN and passes:
+        verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
+    if result.decoding is not None and result.decoding.answer == PairedAnswer.WORSE:
+        verdict = Verdict.WARN if passes else verdict
+        why = f"{why}, but decoding and prompts do not agree"
+    return verdict, why
 
 
 def _estimate(
@@ -159,103 +184,91 @@ def _estimate(
     lengths: Sequence[int],
 ) -> dict[str, EstimateResult]:
     """Estimate the KL divergence: the fields of a `ServerResult` that the answers allow."""
-    server = answers.scores.logprobs
-    if answers.num_given is None:
+    server, num_given = answers.scores.logprobs, answers.num_given
+    if num_given is None:
         if top is None:
             return {}
         value, se = average(top.merged(), lengths)
         return {"kld_at_least": EstimateResult(value=value, se=se)}
-    written = WrittenText(lengths=lengths, num_given=answers.num_given)
-    found = {
-        "kld_low_variance": written.mean(low_variance(reference, server)),
-        "kld_log_ratio": written.mean((reference - server).double()),
+    values = {
+        "kld_low_variance": low_variance(reference, server),
+        "kld_log_ratio": (reference - server).double(),
     }
     if top is not None:
-        found["kld_top"] = written.mean(top.corrected(reference, server))
-        found["kld_at_least"] = written.mean(top.merged())
-    return found
+        values["kld_top"] = top.corrected(reference, server)
+        values["kld_at_least"] = top.merged()
+    return {name: average_written(each, lengths, num_given) for name, each in values.items()}
 
 
-def _find_top(
-    answers: ServerAnswers, evidence: ServerEvidence, sequences: Sequence[torch.Tensor]
-) -> TopTokens | None:
+def _find_top(answers: ServerAnswers, evidence: Evidence, asked: Verification) -> TopTokens | None:
     """Find what both know about the tokens that the server names; None if nothing."""
-    if not answers.scores.num_top:
+    ids, other = answers.scores.top_ids, answers.reference
+    if not ids.shape[1]:
         return None
-    ids, q = _join_top(answers.scores)
-    if answers.reference is not None:
-        others, known = _join_top(answers.reference)
-        same = ids.unsqueeze(2) == others.unsqueeze(1)
-        p = torch.where(same, known.unsqueeze(1), -torch.inf).amax(2)
+    if other is not None:
+        same = ids.unsqueeze(2) == other.top_ids.unsqueeze(1)
+        p = torch.where(same, other.top_logprobs.unsqueeze(1), -torch.inf).amax(2)
     elif evidence.watched is not None:
         p = evidence.watched[:, :-1]
     else:
         return None
-    sent = torch.cat([sequence[1:] for sequence in sequences]).unsqueeze(1)
+    sent = torch.cat([sequence[1:] for sequence in asked.plan.sequences]).unsqueeze(1)
     has_sent = ((ids == sent) & p.isfinite()).any(1)
-    return TopTokens(p=p.double(), q=q.double(), has_sent=has_sent)
+    return TopTokens(p=p.double(), q=answers.scores.top_logprobs.double(), has_sent=has_sent)
 
 
-def _find_agreement(answers: ServerAnswers, evidence: ServerEvidence) -> torch.Tensor | None:
+def _find_agreement(answers: ServerAnswers, evidence: Evidence) -> torch.Tensor | None:
     """Tell for every token whether both name the same most likely one: bool [N]."""
-    if not answers.scores.num_top:
+    ids, other, watched = answers.scores.top_ids, answers.reference, evidence.watched
+    if not ids.shape[1]:
         return None
-    if answers.reference is not None:
-        return _join_top(answers.scores)[0][:, 0] == _join_top(answers.reference)[0][:, 0]
-    watched = evidence.watched
+    if other is not None:
+        return ids[:, 0] == other.top_ids[:, 0]
     return None if watched is None else watched[:, 0] == watched[:, -1]
 
 
-def _join_top(scores: ServerScores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the tokens [N, K] that a server names, and their log-probabilities."""
-    return (
-        torch.cat([each.top_ids for each in scores.sequences]),
-        torch.cat([each.top_logprobs for each in scores.sequences]),
-    )
-
-
 def _compare_engines(
-    scores: ServerScores | None, reference: torch.Tensor | None
+    answers: ServerAnswers, reference: torch.Tensor | None
 ) -> UnquantizedServer | None:
-    if scores is None:
+    if answers.reference is None:
         return None
-    found = UnquantizedServer(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
-    if reference is None:
-        return found
-    changes = (scores.logprobs - reference).double()
-    rms, ratio = mean_square(changes) ** 0.5, bounded_exp(-float(changes.mean()))
-    return found.model_copy(update={"change_rms": rms, "ppl_ratio": ratio})
+    other = answers.servers[1]
+    rms, ratio = None, None
+    if reference is not None:
+        changes = (answers.reference.logprobs - reference).double()
+        rms, ratio = mean_square(changes) ** 0.5, bounded_exp(-float(changes.mean()))
+    return UnquantizedServer(
+        url=other.client.url, kind=other.kind.name, change_rms=rms, ppl_ratio=ratio
+    )
 
 
 def _diagnose(
-    answers: ServerAnswers,
-    evidence: ServerEvidence,
-    changes: torch.Tensor,
-    lengths: Sequence[int],
+    given: Changes, evidence: Evidence, asked: Verification, progress: Progress
 ) -> tuple[Diagnosis, Mapping[str, Fault]]:
     """Find what explains the server; give the faults that may be named, by name."""
-    given = Changes(
-        server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
-    )
-    found = diagnose(given)
-    runner = evidence.runner
-    if runner is None or not runner.faults or not needs_faults(found):
+    found, model = diagnose(given), evidence.model
+    scaled = [each for each in asked.candidates if has_scaled_kv(each)]
+    if model is None or not scaled or not needs_faults(found):
         return found, evidence.faults
-    base = max(runner.faults, key=lambda name: given.fit(name).correlation or 0.0)
+    base = max(scaled, key=lambda each: given.fit(each.name).correlation or 0.0)
+    own = list_kv_faults(base, model.geometry)
+    text = choose_text(asked.plan, asked.batch_size, len(own))
+    lengths = [length for batch in text for length in batch.lengths]
+    num_tokens = sum(lengths) - len(lengths)
     few = Changes(
-        server=changes[: runner.num_tokens],
-        candidates={name: each[: runner.num_tokens] for name, each in given.candidates.items()},
-        lengths=lengths[: runner.num_sequences],
-        noise=answers.noise,
+        server=given.server[:num_tokens],
+        candidates={name: each[:num_tokens] for name, each in given.candidates.items()},
+        lengths=lengths,
+        noise=given.noise,
     )
-    own = runner.faults[base]
     faults = {**evidence.faults, **own}
     whole = {name: each for name, each in own.items() if each.layer is None}
     single = {name: each for name, each in own.items() if each.layer is not None}
-    effects = runner.run(whole, "faults of all layers")
+    run = partial(run_faults, model, text, asked.plan.num_tokens, progress)
+    effects = run(whole, "faults of all layers")
     if whole:
-        tried = explain_with_faults(found, few, base, own, effects)
+        tried = explain_with_faults(found, few, base.name, own, effects)
         if tried.name in whole and not needs_faults(tried):
             return tried, faults
-    effects = {**runner.run(single, f"{len(single)} faults of single layers"), **effects}
-    return explain_with_faults(found, few, base, own, effects), faults
+    effects = {**run(single, f"{len(single)} faults of single layers"), **effects}
+    return explain_with_faults(found, few, base.name, own, effects), faults

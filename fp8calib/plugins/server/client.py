@@ -13,11 +13,12 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from fp8calib import __version__
 from fp8calib.errors import ServerError, UsageError, first_line, shorten
@@ -60,24 +61,6 @@ _HINT_LATE = "raise --server-timeout, or lower --server-concurrency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """Where a server is, and what it asks for."""
-
-    url: str
-    """Without the path of an API, and without a slash at the end."""
-    option: str
-    """The argument or option that names it, for messages: `URL` or `--reference-server`."""
-    variable: str
-    """The environment variable that holds its API key."""
-    key: str = field(default="", repr=False)
-
-    @property
-    def model_option(self) -> str:
-        """The option that names the model there."""
-        return "--server-model" if self.option == "URL" else f"{self.option}-model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """What a server answered."""
 
@@ -91,52 +74,6 @@ class Response:
     def is_ok(self) -> bool:
         """Whether the server did what was asked."""
         return self.status == httpx.codes.OK
-
-
-def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
-    """Check the URL of a server, and read its API key from the environment.
-
-    Raises:
-        UsageError: the URL is not that of a server or holds a password, or the key cannot be sent.
-    """
-    try:
-        parsed = httpx.URL(url)
-        is_url = parsed.scheme in {"http", "https"} and bool(parsed.host)
-        is_url = is_url and not (parsed.userinfo or parsed.query or parsed.fragment)
-        is_url = is_url and (parsed.port is None or 0 < parsed.port < 2**16)
-    except (httpx.InvalidURL, ValueError):
-        is_url = False
-    if not is_url:  # it may hold a password, so the message does not
-        raise UsageError(
-            f"{option}: not the http or https URL of a server",
-            hint=f"write it like http://localhost:8000; {variable} holds the API key",
-        )
-    path = parsed.path.rstrip("/").removesuffix("/v1")
-    base = str(parsed.copy_with(raw_path=path.encode() or b"/")).rstrip("/")
-    key = os.environ.get(variable, "").strip()
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError(
-            f"{variable}: the key cannot be sent in a header", hint="use printable ASCII characters"
-        )
-    return Endpoint(url=base, option=option, variable=variable, key=key)
-
-
-@dataclass(slots=True)
-class RequestCount:
-    """The requests of a run to one server."""
-
-    say: Callable[[str], None]
-    """Gets a note on requests that are sent again."""
-    repeated: int = 0
-    """How many they are."""
-    _say_at: float = -math.inf
-
-    def repeat(self, why: str) -> None:
-        """Count a request that is sent again, and say why, at intervals."""
-        self.repeated += 1
-        if time.monotonic() >= self._say_at:
-            self._say_at = time.monotonic() + _SAID_S
-            self.say(f"{why}; asking again")
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -156,24 +93,56 @@ def _read_certificates(*_places: str | None) -> ssl.SSLContext:
 
 
 class ServerClient:
-    """Sends requests to one server; each ends within `timeout_s`, repetitions included."""
+    """Sends requests to one server; each ends within a time-out, repetitions included."""
 
-    def __init__(
-        self, endpoint: Endpoint, timeout_s: float, concurrency: int, count: RequestCount
-    ) -> None:
-        """Make the client; it connects later.
+    def __init__(self, option: str, url: str, variable: str, say: Callable[[str], None]) -> None:
+        """Check the URL, and read the API key from the environment.
+
+        `option` is the argument or option that gives the URL, for messages, and `variable` the
+        environment variable of the key. `say` gets notes on requests that are sent again.
+
+        Raises:
+            UsageError: the URL is not that of a server or holds a password, or the key cannot be
+                sent.
+        """
+        try:
+            parsed = httpx.URL(url)
+            is_url = parsed.scheme in {"http", "https"} and bool(parsed.host)
+            is_url = is_url and not (parsed.userinfo or parsed.query or parsed.fragment)
+            is_url = is_url and (parsed.port is None or 0 < parsed.port < 2**16)
+        except (httpx.InvalidURL, ValueError):
+            is_url = False
+        if not is_url:  # it may hold a password, so the message does not
+            raise UsageError(
+                f"{option}: not the http or https URL of a server",
+                hint=f"write it like http://localhost:8000; {variable} holds the API key",
+            )
+        path = parsed.path.rstrip("/").removesuffix("/v1")
+        self.url = str(parsed.copy_with(raw_path=path.encode() or b"/")).rstrip("/")
+        self.option = option
+        self.model_option = "--server-model" if option == "URL" else f"{option}-model"
+        self.repeated = 0
+        """How many requests were sent again."""
+        self._variable, self._say, self._say_at = variable, say, -math.inf
+        self._key = os.environ.get(variable, "").strip()
+        if not self._key.isascii() or not self._key.isprintable() or " " in self._key:
+            raise UsageError(
+                f"{variable}: the key cannot be sent in a header",
+                hint="use printable ASCII characters",
+            )
+
+    @asynccontextmanager
+    async def connected(self, timeout_s: float, concurrency: int) -> AsyncIterator[None]:
+        """Allow requests: at most so many at once, and so many seconds for each.
 
         Raises:
             UsageError: the environment names certificates or proxies that cannot be used.
         """
-        self.endpoint = endpoint
-        self._timeout_s = timeout_s
-        self._count = count
         headers = {"User-Agent": f"fp8calib/{__version__}"}
-        if endpoint.key:
-            headers["Authorization"] = f"Bearer {endpoint.key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         try:
-            self._client = httpx.AsyncClient(
+            client = httpx.AsyncClient(
                 headers=headers,
                 timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
                 limits=httpx.Limits(max_connections=concurrency),
@@ -181,31 +150,21 @@ class ServerClient:
             )
         except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
             raise UsageError(
-                f"{endpoint.option}: httpx cannot use the certificates or the proxies that the "
+                f"{self.option}: httpx cannot use the certificates or the proxies that the "
                 f"environment names: {first_line(error)}",
                 hint="look at SSL_CERT_FILE, SSLKEYLOGFILE, and the variables that end with _PROXY",
             ) from error
+        self._client, self._timeout_s = client, timeout_s
+        async with client:
+            yield
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
-
-    async def get(self, path: str) -> Response:
-        """Ask for a document."""
-        return await self._request("GET", path, None)
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> Response:
-        """Send a document.
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Response:
+        """Send a document; without one, ask for one.
 
         Raises:
             ServerError: no answer within the time-out, the server is busy until then, it is
                 gone, or it refuses the key.
         """
-        return await self._request("POST", path, body)
-
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Response:
         until = time.monotonic() + self._timeout_s
         delay, broken = _FIRST_DELAY_S, 0
         while True:
@@ -214,7 +173,7 @@ class ServerClient:
             limit = min(left, self._timeout_s / _ATTEMPTS)
             try:
                 async with asyncio.timeout(limit):
-                    answer, pause = await self._attempt(method, path, body)
+                    answer, pause = await self._attempt(path, body)
                 if answer.status not in _BUSY:
                     return self._checked(path, answer)
                 why = f"answers {answer.status}: {answer.text}"
@@ -225,7 +184,7 @@ class ServerClient:
                 delay = min(delay, limit / 4)  # most of what is left is for the answer
             except (httpx.TransportError, httpx.DecodingError) as error:
                 broken += 1
-                why, hint = self._explain_broken(error), _HINT_BROKEN
+                why, hint = _explain_broken(error), _HINT_BROKEN
                 if broken == _BROKEN_CONNECTIONS:
                     raise self._fail(f"{path}: {why}", hint) from error
             pause = min(max(delay, pause), _LONGEST_DELAY_S) * random.uniform(0.8, 1.2)  # noqa: S311
@@ -233,14 +192,16 @@ class ServerClient:
             rest = until - self._timeout_s / _LAST_PART - time.monotonic()
             if rest <= 0:
                 raise self._fail(f"{path}: {why}, for {self._timeout_s:g} s", hint)
-            self._count.repeat(f"{self.endpoint.url}{path}: {why}")
+            self.repeated += 1
+            if time.monotonic() >= self._say_at:
+                self._say_at = time.monotonic() + _SAID_S
+                self._say(f"{self.url}{path}: {why}; asking again")
             await asyncio.sleep(min(pause, rest))  # it may be free before the time that it names
 
-    async def _attempt(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[Response, float]:
+    async def _attempt(self, path: str, body: Mapping[str, Any] | None) -> tuple[Response, float]:
         """Send a request once; give the answer, and the seconds that a busy server asks for."""
-        async with self._client.stream(method, self.endpoint.url + path, json=body) as response:
+        method = "GET" if body is None else "POST"
+        async with self._client.stream(method, self.url + path, json=body) as response:
             raw = bytearray()
             async for chunk in response.aiter_bytes():
                 raw += chunk
@@ -254,8 +215,8 @@ class ServerClient:
 
     def _read(self, response: httpx.Response, raw: bytes) -> Response:
         """Read an answer without the key, which it may repeat anywhere."""
-        if len(self.endpoint.key) >= _LEAST_KEY:
-            raw = raw.replace(self.endpoint.key.encode(), b"***")
+        if len(self._key) >= _LEAST_KEY:
+            raw = raw.replace(self._key.encode(), b"***")
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -269,28 +230,28 @@ class ServerClient:
 
     def _checked(self, path: str, answer: Response) -> Response:
         if answer.status in {401, 403}:
-            given = "refuses the key of" if self.endpoint.key else "asks for a key, expected in"
+            given = "refuses the key of" if self._key else "asks for a key, expected in"
             raise self._fail(
-                f"{path}: the server {given} {self.endpoint.variable} "
-                f"({answer.status}: {answer.text})",
-                f"set the environment variable {self.endpoint.variable}",
+                f"{path}: the server {given} {self._variable} ({answer.status}: {answer.text})",
+                f"set the environment variable {self._variable}",
             )
         if httpx.codes.is_redirect(answer.status):
             raise self._fail(f"{path}: {answer.text}", "give the URL it is redirected to")
         return answer
 
-    def _explain_broken(self, error: httpx.RequestError) -> str:
-        if isinstance(error, httpx.ConnectTimeout):
-            return f"no connection within {_CONNECT_S:g} s"
-        said = _shorten(first_line(error))
-        if isinstance(error, httpx.ConnectError):
-            return f"no connection: {said}"
-        if isinstance(error, httpx.DecodingError):
-            return f"the answer cannot be decompressed: {said}"
-        return f"the connection broke: {said}"
-
     def _fail(self, what: str, hint: str) -> ServerError:
-        return ServerError(f"{self.endpoint.url}{what}", hint=hint)
+        return ServerError(f"{self.url}{what}", hint=hint)
+
+
+def _explain_broken(error: httpx.RequestError) -> str:
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection within {_CONNECT_S:g} s"
+    what = "the connection broke"
+    if isinstance(error, httpx.ConnectError):
+        what = "no connection"
+    elif isinstance(error, httpx.DecodingError):
+        what = "the answer cannot be decompressed"
+    return f"{what}: {_shorten(first_line(error))}"
 
 
 def _shorten(text: str) -> str:

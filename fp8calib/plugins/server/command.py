@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,25 +28,18 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError
 from fp8calib.machine import PeakMemory
-from fp8calib.model.prepared import PreparedModel
-from fp8calib.plugins.server.ask import (
-    Servers,
-    check_dump,
-    check_text,
-    explain_streaming,
-    gather_alone,
-    open_servers,
-)
-from fp8calib.plugins.server.assess import ServerEvidence, assess
-from fp8calib.plugins.server.faults import Fault, FaultRunner, changes_of, list_query_faults
+from fp8calib.plugins.server.alone import check_dump, read_dump, report_alone
+from fp8calib.plugins.server.ask import ask_servers, check_text, explain_streaming, open_servers
+from fp8calib.plugins.server.assess import Evidence, add_server, assess
+from fp8calib.plugins.server.faults import changes_of, has_scaled_kv, list_query_faults
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER, ServedResult, ServerVerifyResult
-from fp8calib.plugins.server.row import add_server, report_alone
+from fp8calib.plugins.server.score import Server
 from fp8calib.plugins.server.served_candidates import compare_served, list_served
 from fp8calib.text import Block, Line, Table
 from fp8calib.verification.judge.gates import GATES
-from fp8calib.verification.score import Scores
 from fp8calib.verification.tables import describe_pair, format_mean_kld
+from fp8calib.verification.token_scores import split_sequences
 from fp8calib.verification.verify import (
     Verification,
     open_scored,
@@ -71,7 +64,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request) as model:
-        servers: Servers | None = None
+        servers: Sequence[Server] = ()
 
         def read_text() -> DataPlan:
             nonlocal servers
@@ -89,7 +82,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         if request.decode and not asked.numerics.prompt_reads_cache:
             others += list_served(asked.candidates)
         asked = replace(asked, others=tuple(others))
-        if servers is not None and request.reference_dump is not None:
+        if servers and request.reference_dump is not None:
             return _compare_alone(request, asked, servers, reporter)
         try:
             mode = plan_verification(
@@ -99,11 +92,11 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
                 cannot_stream=explain_streaming(request),
             )
         except UsageError as error:
-            if servers is None or request.reference_server is None:
+            if not servers or request.reference_server is None:
                 raise
             reporter.warn(f"nothing is emulated here: {error.message}")
             return _compare_alone(request, asked, servers, reporter)
-        if servers is None:
+        if not servers:
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         told = asked.warnings
@@ -114,70 +107,52 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             open_scored(asked, model, mode, reporter) as scored,
         ):
             writer = None if isinstance(scored, StreamedModel) else scored.model
-            text, answers = servers.ask(asked.plan, writer, reporter)
-            asked = replace(asked, plan=text, watched=answers.watched, measures_noise=True)
+            text, answers = ask_servers(servers, asked.plan, writer, reporter)
+            top_ids = answers.scores.top_ids
+            watched = list(split_sequences(top_ids, text.lengths)) if top_ids.shape[1] else None
+            asked = replace(asked, plan=text, watched=watched, measures_noise=True)
             asked, report, scores = run_verification(asked, scored, reporter)
-            evidence = _gather(asked, scores, scored, faults, reporter)
-            assessment = assess(answers, evidence, text.sequences)
+            names = [each.name for each in asked.candidates]
+            evidence = Evidence(
+                reference=scores.reference.logprobs,
+                watched=scores.reference.watched,
+                candidates={name: changes_of(scores, name) for name in (*names, *faults)},
+                has_scales=any(map(has_scaled_kv, asked.candidates)),
+                faults=faults,
+                model=scored,
+            )
+            gate = asked.gate or GATES[asked.candidates[0].default_gate]
+            server, row = assess(answers, evidence, asked, gate, reporter)
             hashes = hash_inputs(hasher, asked, request, specs)
     report = complete_report(asked, report, scores, request, model, mode, peak)
     for note in report.warnings:
         if note not in told:
             reporter.warn(note)
-    gate = asked.gate or GATES[asked.candidates[0].default_gate]
-    report = add_server(report, assessment, gate, text)
-    logprobs = scores.list_logprobs(each.name for each in asked.candidates)
-    logprobs[SERVER] = assessment.logprobs
+    report = add_server(report, server, row)
+    logprobs = scores.list_logprobs(names)
+    logprobs[SERVER] = answers.scores.logprobs
     result = finish(request, asked, report, logprobs, reporter, hashes)
     served = compare_served(asked.candidates, scores, text.lengths) if request.decode else ()
-    return ServerVerifyResult(**dict(result), server=assessment.result, served=served)
-
-
-def _gather(
-    asked: Verification,
-    scores: Scores,
-    model: PreparedModel | StreamedModel,
-    faults: Mapping[str, Fault],
-    reporter: Reporter,
-) -> ServerEvidence:
-    """Gather what the server is compared with."""
-    runner = FaultRunner(
-        model=model,
-        candidates=asked.candidates,
-        plan=asked.plan,
-        batch_size=asked.batch_size,
-        progress=reporter,
-    )
-    names = [*(candidate.name for candidate in asked.candidates), *faults]
-    return ServerEvidence(
-        reference=scores.reference.logprobs,
-        watched=scores.reference.watched,
-        candidates={name: changes_of(scores, name) for name in names},
-        has_scales=bool(runner.faults),
-        faults=faults,
-        runner=runner,
-    )
+    return ServerVerifyResult(**dict(result), server=server, served=served)
 
 
 def _compare_alone(
-    request: ServerRequest, asked: Verification, servers: Servers, reporter: Reporter
+    request: ServerRequest, asked: Verification, servers: Sequence[Server], reporter: Reporter
 ) -> ServerVerifyResult:
     """Compare the server with a dump, or with an unquantized server: nothing is emulated here."""
-    dump = None if request.reference_dump is None else Path(request.reference_dump)
-    evidence = gather_alone(asked.plan, dump)
+    evidence = Evidence(reference=None, watched=None, candidates={}, has_scales=False, faults={})
+    if request.reference_dump is not None:
+        evidence = read_dump(Path(request.reference_dump), asked.plan)
     started = time.monotonic()
-    text, answers = servers.ask(asked.plan, None, reporter)
-    assessment = assess(answers, evidence, text.sequences)
-    report, logprobs = report_alone(
-        asked.model,
-        asked.numerics.name,
-        assessment,
-        asked.gate or GATES["kv"],
-        text,
-        time.monotonic() - started,
-    )
-    result = finish(request, replace(asked, plan=text), report, logprobs, reporter)
-    return ServerVerifyResult(**dict(result), server=assessment.result)
+    text, answers = ask_servers(servers, asked.plan, None, reporter)
+    asked = replace(asked, plan=text)
+    reference = answers.choose_reference(evidence.reference)
+    report = report_alone(asked, reference, time.monotonic() - started)
+    server, row = assess(answers, evidence, asked, asked.gate or GATES["kv"], reporter)
+    report = add_server(report, server, row)
+    logprobs = {"reference": reference, SERVER: answers.scores.logprobs}
+    result = finish(request, asked, report, logprobs, reporter)
+    return ServerVerifyResult(**dict(result), server=server)
 
 
 def describe(result: ServerVerifyResult, request: ServerRequest) -> Iterator[Block]:

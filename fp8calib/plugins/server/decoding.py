@@ -8,68 +8,58 @@ distributions diverge by (nats). How much they differ from one answer to the nex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
 
-from fp8calib.plugins.server.answers import ServerScores
+from fp8calib.plugins.server.answers import Written
+from fp8calib.plugins.server.diagnose import mean_square
 from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.verification.report import PairedAnswer, PairedResult
 from fp8calib.verification.summary import compare_paired
 from fp8calib.verification.tables import tell_more
+from fp8calib.verification.token_scores import split_sequences
 
 ROUNDING_RMS = 0.05
 """Root mean square, in nats, of differences that count as rounding: kernels that decode sum in
 another order than those of a prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """A sequence whose second half a server wrote."""
-
-    ids: torch.Tensor
-    """All tokens, those of the prompt first: int64 [L]."""
-    logprobs: torch.Tensor
-    """Of the tokens after the prompt, as they were decoded: fp32 [L - P]."""
-
-    @property
-    def num_prompt(self) -> int:
-        """The tokens of the prompt."""
-        return len(self.ids) - len(self.logprobs)
+_DECODED, _NOISE = "decoded", "noise"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingAnswers:
-    """What a server wrote and scored."""
+def assess_decoding(
+    written: Sequence[Written],
+    again: Sequence[Written],
+    scored: torch.Tensor,
+    scored_again: torch.Tensor,
+) -> ServerDecodeResult:
+    """Compare both, token by token; the first token after a prompt is the prompt's own.
 
-    decoded: Sequence[Decoded]
-    again: Sequence[Decoded]
-    """The first sequences once more."""
-    scores: ServerScores
-    """Of all tokens of `decoded`, each sequence as a prompt."""
-    scores_again: ServerScores
-    """Of the first sequences once more."""
-
-
-def assess_decoding(answers: DecodingAnswers) -> ServerDecodeResult:
-    """Compare both, token by token; the first token after a prompt is the prompt's own."""
+    `again` are the first sequences once more. `scored` [N] are the log-probabilities of all tokens
+    of `written`, each sequence as a prompt; `scored_again` those of the first sequences once more.
+    """
+    prompts = split_sequences(scored, [len(each.ids) for each in written])
     parts = [
-        (one.logprobs - scores.logprobs[one.num_prompt - 1 :])[1:].double()
-        for one, scores in zip(answers.decoded, answers.scores.sequences, strict=True)
+        (each.logprobs - prompt[each.num_prompt - 1 :])[1:].double()
+        for each, prompt in zip(written, prompts, strict=True)
     ]
     differences = torch.cat(parts)
-    noise = _measure_noise(answers)
+    # a change from one answer to the next has twice the variance of an answer
+    changes = [x for pair in zip(written, again, strict=False) for x in _list_changes(*pair)]
+    repeated = (scored_again - scored[: len(scored_again)]).double()
+    noise = (mean_square(torch.tensor(changes).double()) if changes else 0.0) / 2
+    noise += mean_square(repeated) / 2
     klds = {
         _DECODED: differences.square() / 2,
         _NOISE: torch.full_like(differences, noise / 2),
     }
     lengths = [len(part) + 1 for part in parts]
     pair = compare_paired(_DECODED, _NOISE, klds, lengths, margin=ROUNDING_RMS**2 / 2)
-    rms = float(differences.square().mean()) ** 0.5
+    rms = mean_square(differences) ** 0.5
     return ServerDecodeResult(
         tokens=len(differences),
-        prompt_tokens=sum(one.num_prompt for one in answers.decoded),
+        prompt_tokens=sum(each.num_prompt for each in written),
         difference_rms=rms,
         difference_mean=float(differences.mean()),
         noise_rms=noise**0.5,
@@ -79,26 +69,7 @@ def assess_decoding(answers: DecodingAnswers) -> ServerDecodeResult:
     )
 
 
-_DECODED, _NOISE = "decoded", "noise"
-
-
-def _measure_noise(answers: DecodingAnswers) -> float:
-    """Give the mean square by which one difference of both scores is noise.
-
-    The change from one answer to the next has twice the variance of an answer.
-    """
-    written = [
-        change
-        for one, other in zip(answers.decoded, answers.again, strict=False)
-        for change in _list_changes(one, other)
-    ]
-    pairs = zip(answers.scores.sequences, answers.scores_again.sequences, strict=False)
-    scored = torch.cat([(other.logprobs - one.logprobs).double() for one, other in pairs])
-    mean_written = torch.tensor(written, dtype=torch.float64).square().mean() if written else 0.0
-    return float(mean_written + scored.square().mean()) / 2
-
-
-def _list_changes(one: Decoded, other: Decoded) -> list[float]:
+def _list_changes(one: Written, other: Written) -> list[float]:
     """List the changes as long as both write the same tokens."""
     count = one.num_prompt
     rows = zip(

@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.plugins.server.result import EstimateResult
 from fp8calib.verification.summary import average
-from fp8calib.verification.token_scores import predicted_positions, split_sequences
+from fp8calib.verification.token_scores import predicted_positions, select_lengths
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""
@@ -22,23 +22,11 @@ _LARGEST_LOG = 300.0
 """The squares of larger ratios exceed fp64."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenText:
-    """The tokens of every sequence, and how many of its first ones were given."""
-
-    lengths: Sequence[int]
-    num_given: int
-
-    def mean(self, values: torch.Tensor) -> EstimateResult:
-        """Average values [N] over the tokens that were written."""
-        parts = list(split_sequences(self._is_own, self.lengths))
-        own = [int(part.sum()) + 1 for part in parts]
-        value, se = average(values[self._is_own], own)
-        return EstimateResult(value=value, se=se)
-
-    @property
-    def _is_own(self) -> torch.Tensor:
-        return predicted_positions(self.lengths) >= self.num_given
+def average_written(values: torch.Tensor, lengths: Sequence[int], num_given: int) -> EstimateResult:
+    """Average values [N] over the tokens that were written; `num_given` begin every sequence."""
+    is_own = predicted_positions(lengths) >= num_given
+    value, se = average(values[is_own], select_lengths(is_own, lengths))
+    return EstimateResult(value=value, se=se)
 
 
 def low_variance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
@@ -164,61 +163,35 @@ def changes_of(compared: Scores, name: str) -> torch.Tensor:
     return (compared.candidates[name].logprobs - compared.reference.logprobs).double()
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultRunner:
-    """Emulates the faults of candidates with KV scales on the first sequences."""
+def choose_text(plan: DataPlan, batch_size: int, num_faults: int) -> list[Batch]:
+    """Choose the first batches, as many as `_MOST_TIMES` allows for so many faults."""
+    passes = max(count_in_rounds(num_faults), 1)
+    most = max(_MOST_TIMES * plan.num_tokens // passes, _LEAST_TOKENS)
+    chosen: list[Batch] = []
+    for batch in batches(plan, batch_size):
+        if batch.first >= SEQUENCES:
+            break
+        chosen.append(batch)
+        if sum(each.num_tokens for each in chosen) >= most:
+            break
+    return chosen
 
-    model: PreparedModel | StreamedModel
-    candidates: Sequence[Candidate]
-    plan: DataPlan
-    batch_size: int
-    progress: Progress
 
-    @cached_property
-    def faults(self) -> Mapping[str, Mapping[str, Fault]]:
-        """The faults of each candidate with KV scales, by their names."""
-        geometry = self.model.geometry
-        return {
-            each.name: list_kv_faults(each, geometry)
-            for each in self.candidates
-            if has_scaled_kv(each)
-        }
-
-    @cached_property
-    def _text(self) -> Sequence[Batch]:
-        """The first batches, as many as `_MOST_TIMES` allows."""
-        passes = max((count_in_rounds(len(own)) for own in self.faults.values()), default=0)
-        most = max(_MOST_TIMES * self.plan.num_tokens // max(passes, 1), _LEAST_TOKENS)
-        chosen: list[Batch] = []
-        for batch in batches(self.plan, self.batch_size):
-            if batch.first >= SEQUENCES:
-                break
-            chosen.append(batch)
-            if sum(each.num_tokens for each in chosen) >= most:
-                break
-        return chosen
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences that faults run on."""
-        return sum(len(batch.lengths) for batch in self._text)
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of their scored tokens."""
-        return sum(batch.num_tokens for batch in self._text) - self.num_sequences
-
-    def run(self, faults: Mapping[str, Fault], what: str) -> dict[str, torch.Tensor]:
-        """Emulate faults; give the changes of each: fp64 [N]."""
-        tokens = sum(batch.num_tokens for batch in self._text)
-        times = tokens * count_in_rounds(len(faults)) / self.plan.num_tokens
-        rounds = score_in_rounds(
-            self.model,
-            [replace(fault.emulation, name=name) for name, fault in faults.items()],
-            self._text,
-            progress=self.progress,
-            stage=f"{what}, {times:.1f} times the text",
-        )
-        return {
-            name: changes_of(compared, name) for compared in rounds for name in compared.candidates
-        }
+def run_faults(
+    model: PreparedModel | StreamedModel,
+    text: Sequence[Batch],
+    all_tokens: int,
+    progress: Progress,
+    faults: Mapping[str, Fault],
+    what: str,
+) -> dict[str, torch.Tensor]:
+    """Emulate faults; give the changes of each: fp64 [N]."""
+    tokens = sum(batch.num_tokens for batch in text) * count_in_rounds(len(faults))
+    rounds = score_in_rounds(
+        model,
+        [replace(fault.emulation, name=name) for name, fault in faults.items()],
+        text,
+        progress=progress,
+        stage=f"{what}, {tokens / all_tokens:.1f} times the text",
+    )
+    return {name: changes_of(compared, name) for compared in rounds for name in compared.candidates}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8calib.errors import ModelError, ServerError, cut_list, shorten
-from fp8calib.plugins.server.client import Response, ServerClient
+from fp8calib.plugins.server.client import ServerClient
 from fp8calib.plugins.server.server_kinds import KINDS, ServerKind
 
 _PROBE = 'The quick brown fox: 3.14, "na\u00efve" \u6771\u4eac\n\tdef f(x): return x**2'
@@ -28,14 +28,14 @@ async def identify(
         ServerError: it is no server of a known kind, or it fails.
         ModelError: it serves another model than the one named, or several.
     """
-    models = await client.get("/v1/models")
+    models = await client.ask("/v1/models")
     data = models.body.get("data") if isinstance(models.body, dict) else None
     cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
     owners = [owner for card in cards if (owner := _read_name(card, "owned_by")) in KINDS]
     known = kind or next(iter(owners), likely_kind)
     if known is None:
         raise ServerError(
-            f"{client.endpoint.url}: no vLLM or SGLang server: /v1/models answers "
+            f"{client.url}: no vLLM or SGLang server: /v1/models answers "
             f"{models.status}: {models.text}",
             hint=f"check the URL, or name its kind with --server-kind: {', '.join(KINDS)}",
         )
@@ -53,15 +53,15 @@ def _choose_card(
         return cards[0]
     if model in names:
         return cards[names.index(model)]
-    hint = f"with {client.endpoint.model_option}"
+    hint = f"with {client.model_option}"
     if not cards:
         if model is not None:
             return {}  # a server that does not list its models
-        why = f"{client.endpoint.url}: the server lists no models"
+        why = f"{client.url}: the server lists no models"
         raise ServerError(why, hint=f"name the model {hint}")
     what = f"does not serve {shorten(model)}" if model else f"serves {len(cards)} models"
     raise ModelError(
-        f"{client.endpoint.url}: the server {what}; it has {cut_list(names)}",
+        f"{client.url}: the server {what}; it has {cut_list(names)}",
         hint=f"name one of them {hint}",
     )
 
@@ -83,15 +83,18 @@ async def check_tokenizer(
     """
     for text in (_PROBE, tokenizer.decode(list(ids[:_PROBE_TOKENS]))):
         here = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        there = await _tokenize(client, model, text)
-        if there is None:
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        answer = await client.ask("/tokenize", body)
+        is_known = answer.is_ok and isinstance(answer.body, dict)
+        there = answer.body.get("tokens") if is_known else None
+        if not isinstance(there, list):
             return "the tokenizers were not compared: the server has no /tokenize"
         if there != here:
             pairs = enumerate(zip(here, there, strict=False))
             shorter = min(len(here), len(there))
             place = next((number for number, (one, other) in pairs if one != other), shorter)
             raise ModelError(
-                f"{client.endpoint.url}: the server has another model: its tokenizer turns "
+                f"{client.url}: the server has another model: its tokenizer turns "
                 f"{shorten(text[:40])!r} into {_show(there, place)}, and the model's into "
                 f"{_show(here, place)}",
                 hint="name the model that is served, or the right server",
@@ -103,10 +106,3 @@ def _show(ids: Sequence[int], place: int) -> str:
     first = max(place - 2, 0)
     shown = ", ".join(map(str, ids[first : place + 3]))
     return f"{'..., ' if first else ''}{shown} ({len(ids)} tokens)"
-
-
-async def _tokenize(client: ServerClient, model: str, text: str) -> list[Any] | None:
-    body: dict[str, Any] = {"model": model, "prompt": text, "add_special_tokens": False}
-    answer: Response = await client.post("/tokenize", body)
-    tokens = answer.body.get("tokens") if answer.is_ok and isinstance(answer.body, dict) else None
-    return tokens if isinstance(tokens, list) else None

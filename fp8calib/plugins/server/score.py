@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
 
 from fp8calib.calibration.progress import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
-from fp8calib.plugins.server.answers import AnswerError, SequenceScores, ServerScores
-from fp8calib.plugins.server.client import (
-    Endpoint,
-    RequestCount,
-    Response,
-    ServerClient,
-    run_to_end,
-)
-from fp8calib.plugins.server.decoding import Decoded
+from fp8calib.plugins.server.answers import AnswerError, ServerScores, Written
+from fp8calib.plugins.server.client import Response, ServerClient, run_to_end
 from fp8calib.plugins.server.identify import check_tokenizer, identify
 from fp8calib.plugins.server.model_text import SAMPLING_SEED, count_given
 from fp8calib.plugins.server.request import ServerRequest
@@ -46,9 +39,7 @@ class Server:
 
     request: ServerRequest
     """How it is asked."""
-    endpoint: Endpoint
-    count: RequestCount
-    """Grows during the run."""
+    client: ServerClient
     kind: ServerKind
     model: str
     """The name that requests give."""
@@ -60,7 +51,7 @@ class Server:
     def score(
         self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str
     ) -> ServerScores:
-        """Ask for the log-probabilities of sequences of token ids: 1-D int64.
+        """Ask for the log-probabilities of sequences of token ids, 1-D int64; give them in order.
 
         Raises:
             ServerError: the server fails, or answers with something else.
@@ -68,79 +59,60 @@ class Server:
         """
         kind, num_top = self.kind, self.request.server_logprobs
 
-        async def ask(client: ServerClient, number: int) -> SequenceScores:
+        async def ask(number: int) -> ServerScores:
             ids = sequences[number].tolist()
             body = kind.make_scoring(self.model, ids, num_top)
             scores = await self._ask(
-                client, body, lambda answer: kind.read_scores(answer, ids, num_top), number
+                body, lambda answer: kind.read_scores(answer, ids, num_top), number
             )
             self._require_vocabulary(scores.top_ids.flatten().tolist(), number)
             return scores
 
+        parts = self._ask_each(sequences, ask, progress, stage)
+        names = [field.name for field in fields(ServerScores)]
         return ServerScores(
-            url=self.endpoint.url,
-            kind=kind.name,
-            model=self.model,
-            sequences=self._ask_each(sequences, ask, progress, stage),
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         )
 
     def write(
-        self, sequences: Sequence[torch.Tensor], progress: Progress
-    ) -> tuple[torch.Tensor, ...]:
-        """Replace every sequence, but for its first tokens, by what it writes at temperature 1.
+        self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str, is_drawn: bool
+    ) -> tuple[Written, ...]:
+        """Let it continue the beginning of every sequence to its length.
+
+        Tokens are drawn at temperature 1 after the first few, or they are the most likely ones
+        after the first half.
 
         Raises:
             ServerError: the server fails, or cannot continue token ids.
+            ModelError: it has another model.
         """
-        kind, given = self.kind, count_given(sequences)
+        kind, few = self.kind, count_given(sequences)
 
-        async def ask(client: ServerClient, number: int) -> torch.Tensor:
-            start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-            body = kind.make_writing(self.model, start, count, SAMPLING_SEED + number)
-            more = await self._ask(
-                client, body, lambda answer: kind.read_written(answer, count), number
+        async def ask(number: int) -> Written:
+            length = len(sequences[number])
+            given = few if is_drawn else count_prompt(length)
+            start, count = sequences[number][:given].tolist(), length - given
+            seed = SAMPLING_SEED + number if is_drawn else None
+            tokens, logprobs = await self._ask(
+                kind.make_writing(self.model, start, count, seed),
+                lambda answer: kind.read_written(answer, count, is_drawn=is_drawn),
+                number,
             )
-            self._require_vocabulary(more, number)
-            return torch.tensor([*start, *more])
-
-        return self._ask_each(sequences, ask, progress, "writing text")
-
-    def decode(
-        self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str
-    ) -> tuple[Decoded, ...]:
-        """Let it replace the second half of every sequence by the tokens it finds most likely.
-
-        Raises:
-            ServerError: the server fails, or cannot continue token ids.
-        """
-        kind = self.kind
-
-        async def ask(client: ServerClient, number: int) -> Decoded:
-            start = sequences[number][: count_prompt(len(sequences[number]))].tolist()
-            count = len(sequences[number]) - len(start)
-            body = kind.make_decoding(self.model, start, count)
-            more = await self._ask(
-                client, body, lambda answer: kind.read_decoded(answer, count), number
-            )
-            tokens, logprobs = zip(*more, strict=True)
             self._require_vocabulary(tokens, number)
-            ids = torch.tensor([*start, *tokens])
-            return Decoded(ids=ids, logprobs=torch.tensor(logprobs, dtype=torch.float32))
+            return Written(
+                ids=torch.tensor([*start, *tokens]),
+                num_prompt=given,
+                logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            )
 
         return self._ask_each(sequences, ask, progress, stage)
 
-    async def _ask(
-        self,
-        client: ServerClient,
-        body: Mapping[str, Any],
-        read: Callable[[Any], T],
-        number: int,
-    ) -> T:
+    async def _ask(self, body: Mapping[str, Any], read: Callable[[Any], T], number: int) -> T:
         """Send a request about a sequence, and read the answer."""
-        answer = await client.post(self.kind.path, body)
+        answer = await self.client.ask(self.kind.path, body)
         if not answer.is_ok:
             raise self._refuse(answer)
-        where = f"{self.endpoint.url}{self.kind.path}: the answer"
+        where = f"{self.client.url}{self.kind.path}: the answer"
         if answer.body is None:
             raise ServerError(
                 f"{where} is not JSON: {answer.text}",
@@ -158,7 +130,7 @@ class Server:
         """Explain an answer that is an error; name the server's option where one helps."""
         kind, request = self.kind, self.request
         text = answer.text.lower()
-        what = f"{self.endpoint.url}{kind.path}: answers {answer.status}: {answer.text}"
+        what = f"{self.client.url}{kind.path}: answers {answer.status}: {answer.text}"
         if "vocab" in text:
             return ModelError(what, hint=_OTHER_MODEL)
         hint = "the server's log may name the cause"
@@ -175,7 +147,7 @@ class Server:
         largest = max(tokens, default=0)
         if largest >= self.vocab_size:
             raise ModelError(
-                f"{self.endpoint.url}: the answer to sequence {number} has token {largest}, and "
+                f"{self.client.url}: the answer to sequence {number} has token {largest}, and "
                 f"the model has {self.vocab_size} tokens",
                 hint=_OTHER_MODEL,
             )
@@ -183,7 +155,7 @@ class Server:
     def _ask_each(
         self,
         sequences: Sequence[torch.Tensor],
-        ask: Callable[[ServerClient, int], Awaitable[T]],
+        ask: Callable[[int], Awaitable[T]],
         progress: Progress,
         stage: str,
     ) -> tuple[T, ...]:
@@ -192,19 +164,17 @@ class Server:
         numbers = iter(range(len(sequences)))
         found: dict[int, T] = {}
 
-        async def work(client: ServerClient) -> None:
+        async def work() -> None:
             for number in numbers:
-                found[number] = await ask(client, number)
+                found[number] = await ask(number)
                 progress.advance(len(sequences[number]))
 
         async def run() -> None:
-            concurrency, timeout_s = self.request.server_concurrency, self.request.server_timeout
-            async with (
-                ServerClient(self.endpoint, timeout_s, concurrency, self.count) as client,
-                asyncio.TaskGroup() as tasks,
-            ):
+            concurrency = self.request.server_concurrency
+            connected = self.client.connected(self.request.server_timeout, concurrency)
+            async with connected, asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
-                    tasks.create_task(work(client))
+                    tasks.create_task(work())
 
         try:
             run_to_end(run())
@@ -215,50 +185,46 @@ class Server:
 
 def connect(
     request: ServerRequest,
-    endpoint: Endpoint,
-    named: tuple[str | None, str | None],
+    client: ServerClient,
+    model: str | None,
+    kind: str | None,
     sequences: Sequence[torch.Tensor],
     tokenizer: Any | None,
-    *,
     vocab_size: int,
-    say: Callable[[str], None],
 ) -> Server:
     """Find out what runs behind the URL, and refuse what cannot score `sequences`.
 
-    `named` are the model and the kind that the user named; `say` gets notes on requests that are
-    sent again.
+    `model` and `kind` are what the user named.
 
     Raises:
         ServerError: it is no server of a known kind, it fails, or takes only shorter text.
         ModelError: it has another model.
     """
-    count = RequestCount(say=say)
 
     async def ask() -> Server:
         timeout_s = min(request.server_timeout, _CONNECTING_S)
-        async with ServerClient(endpoint, timeout_s, request.server_concurrency, count) as client:
-            kind, model, most = await identify(
-                client, kind=named[1], model=named[0], likely_kind=request.server_kind
+        async with client.connected(timeout_s, request.server_concurrency):
+            found, name, most = await identify(
+                client, kind=kind, model=model, likely_kind=request.server_kind
             )
             longest = max(map(len, sequences))
             if most is not None and longest + 1 > most:  # it generates a token after each sequence
                 raise ServerError(
-                    f"{endpoint.url}: the server takes {most} tokens, and a sequence of {longest} "
+                    f"{client.url}: the server takes {most} tokens, and a sequence of {longest} "
                     f"needs {longest + 1}",
-                    hint=f"use --seq-len {most - 1}, or start the server with {kind.length_flag} "
+                    hint=f"use --seq-len {most - 1}, or start the server with {found.length_flag} "
                     f"{longest + 1}",
                 )
             note = "the tokenizers were not compared: the model has none"
             if tokenizer is not None:
-                note = await check_tokenizer(model, client, tokenizer, sequences[0].tolist())
+                note = await check_tokenizer(name, client, tokenizer, sequences[0].tolist())
             return Server(
                 request=request,
-                endpoint=endpoint,
-                count=count,
-                kind=kind,
-                model=model,
+                client=client,
+                kind=found,
+                model=name,
                 vocab_size=vocab_size,
-                note=f"{endpoint.option}: {note}" if note else "",
+                note=f"{client.option}: {note}" if note else "",
             )
 
     return run_to_end(ask())

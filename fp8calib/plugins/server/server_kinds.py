@@ -12,13 +12,12 @@ from fp8calib.plugins.server.answers import (
     PLAIN_SAMPLING,
     AnswerError,
     Logprob,
-    SequenceScores,
+    ServerScores,
     Token,
     TokenKey,
-    check_count,
     check_tokens,
-    join_answer,
-    join_decoded,
+    check_written,
+    join_scores,
     read,
 )
 
@@ -67,7 +66,7 @@ class VllmServer:
             "add_special_tokens": False,
         }
 
-    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
+    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> ServerScores:
         """Read `prompt_logprobs`: for every position a map of tokens, the first one null."""
         found = read(_Completion, body).choices[0].prompt_logprobs
         if found is None:
@@ -87,12 +86,13 @@ class VllmServer:
         check_tokens(tokens, ids, self.cache_flag)
         logprobs = [row[token] for row, token in zip(rows, tokens, strict=True)]
         tops = [list(row.items()) for row in rows]
-        return join_answer(logprobs, tops, num_top, self.logprobs_flag)
+        return join_scores(logprobs, tops, num_top, self.logprobs_flag)
 
     def make_writing(
-        self, model: str, ids: Sequence[int], count: int, seed: int
+        self, model: str, ids: Sequence[int], count: int, seed: int | None
     ) -> Mapping[str, Any]:
-        """Ask for a continuation."""
+        """Ask for a continuation that is drawn; without a seed, for the most likely one."""
+        how = {"temperature": 0.0, "logprobs": 1} if seed is None else {}
         return {
             "model": model,
             "prompt": list(ids),
@@ -100,24 +100,20 @@ class VllmServer:
             "min_tokens": count,
             **PLAIN_SAMPLING,
             "top_k": 0,
-            "seed": seed,
+            "seed": seed or 0,
             "add_special_tokens": False,
             "return_token_ids": True,
+            **how,
         }
 
-    def read_written(self, body: Any, count: int) -> list[int]:
-        """Read `token_ids`."""
-        return check_count(read(_Completion, body).choices[0].token_ids or (), count)
-
-    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
-        """Ask for the most likely continuation."""
-        return {**self.make_writing(model, ids, count, 0), "temperature": 0.0, "logprobs": 1}
-
-    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
-        """Read `token_ids` and `logprobs.token_logprobs`."""
-        found = read(_Completion, body).choices[0].logprobs
-        logprobs = [] if found is None else found.token_logprobs
-        return join_decoded(self.read_written(body, count), list(map(_raise_clamped, logprobs)))
+    def read_written(
+        self, body: Any, count: int, *, is_drawn: bool
+    ) -> tuple[Sequence[int], Sequence[float]]:
+        """Read `token_ids`, and `logprobs.token_logprobs` of the most likely continuation."""
+        choice = read(_Completion, body).choices[0]
+        found = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+        logprobs = None if is_drawn else list(map(_raise_clamped, found))
+        return check_written(choice.token_ids or (), logprobs, count)
 
 
 def _raise_clamped(logprob: float) -> float:
@@ -162,7 +158,7 @@ class SglangServer:
             "top_logprobs_num": num_top,
         }
 
-    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
+    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> ServerScores:
         """Read `input_token_logprobs` and `input_top_logprobs`; the first of each is null."""
         meta = read(_Generated, body).meta_info
         rows = list(map(_read_pair, meta.input_token_logprobs))
@@ -177,15 +173,17 @@ class SglangServer:
         check_tokens(tokens, ids, self.cache_flag)
         tops = [row for row in meta.input_top_logprobs if row is not None]
         if num_top and len(tops) != len(rows):
-            count = len(tops)
             raise AnswerError(
-                f"has the most likely tokens of {count} positions, not of {len(rows)}"
+                f"has the most likely tokens of {len(tops)} positions, not of {len(rows)}"
             )
         likely = [list(map(_read_pair, row)) for row in tops] if num_top else [[] for _ in rows]
-        return join_answer([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
+        return join_scores([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
 
-    def make_writing(self, _: str, ids: Sequence[int], count: int, seed: int) -> Mapping[str, Any]:
-        """Ask for a continuation."""
+    def make_writing(
+        self, _: str, ids: Sequence[int], count: int, seed: int | None
+    ) -> Mapping[str, Any]:
+        """Ask for a continuation that is drawn; without a seed, for the most likely one."""
+        how = {"temperature": 0.0} if seed is None else {}
         return {
             "input_ids": list(ids),
             "sampling_params": {
@@ -193,25 +191,20 @@ class SglangServer:
                 "max_new_tokens": count,
                 "min_new_tokens": count,
                 "top_k": -1,
-                "sampling_seed": seed,
+                "sampling_seed": seed or 0,
+                **how,
             },
+            "return_logprob": seed is None,
         }
 
-    def read_written(self, body: Any, count: int) -> list[int]:
-        """Read `output_ids`."""
-        return check_count(read(_Generated, body).output_ids, count)
-
-    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
-        """Ask for the most likely continuation."""
-        request = self.make_writing(model, ids, count, 0)
-        sampling = {**request["sampling_params"], "temperature": 0.0}
-        return {**request, "sampling_params": sampling, "return_logprob": True}
-
-    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
-        """Read `output_ids` and `output_token_logprobs`."""
-        found = read(_Generated, body).meta_info.output_token_logprobs
-        logprobs = [_read_pair(pair)[1] for pair in found]
-        return join_decoded(self.read_written(body, count), logprobs)
+    def read_written(
+        self, body: Any, count: int, *, is_drawn: bool
+    ) -> tuple[Sequence[int], Sequence[float]]:
+        """Read `output_ids`, and `output_token_logprobs` of the most likely continuation."""
+        answer = read(_Generated, body)
+        found = answer.meta_info.output_token_logprobs
+        logprobs = None if is_drawn else [_read_pair(pair)[1] for pair in found]
+        return check_written(answer.output_ids, logprobs, count)
 
 
 def _read_pair(pair: _Pair) -> tuple[int, float]:

@@ -16,7 +16,7 @@ from fp8calib.plugins.server.diagnose import (
     explain_with_faults,
     needs_faults,
 )
-from fp8calib.plugins.server.estimates import TopTokens, WrittenText
+from fp8calib.plugins.server.estimates import TopTokens, average_written
 from fp8calib.plugins.server.faults import Fault, list_kv_faults
 from fp8calib.verification.emulation.candidate import Candidate
 from tests.plugins.server import planted
@@ -177,8 +177,7 @@ def test_a_token_that_only_one_server_names_counts_among_the_others() -> None:
 
 def test_only_written_tokens_count() -> None:
     """Sequences of 4 and 3 tokens, of which 2 were given: tokens 3, 4 and 3 were written."""
-    written = WrittenText(lengths=[4, 3], num_given=2)
-    found = written.mean(torch.tensor([9.0, 1.0, 2.0, 9.0, 6.0]).double())
+    found = average_written(torch.tensor([9.0, 1.0, 2.0, 9.0, 6.0]).double(), [4, 3], 2)
     assert found.value == pytest.approx(3.0)
     residuals = [1 + 2 - 2 * 3.0, 6 - 3.0]
     assert found.se == pytest.approx(math.sqrt(2 * sum(r * r for r in residuals)) / 3)

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.plugins.server import server as compare_with_server
-from fp8calib.plugins.server.answers import AnswerError, SequenceScores, ServerScores
-from fp8calib.plugins.server.decoding import Decoded, DecodingAnswers, assess_decoding
+from fp8calib.plugins.server.answers import AnswerError, Written
+from fp8calib.plugins.server.decoding import assess_decoding
+from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.plugins.server.server_kinds import KINDS
 from fp8calib.verification.report import VerifyReport
 from tests.cli.program import fail, run, succeed
@@ -284,37 +285,29 @@ def test_decoding_that_agrees_is_said_to(model: Path, ids: Path, unscaled: Predi
     assert "The server behaves like scale-1.0" in found.out
 
 
-def answer(
+def assess(
     changes: Sequence[Sequence[float]], *, noise: Sequence[float] = (0.0,), prompt: int = 3
-) -> DecodingAnswers:
-    """Make answers whose decoded tokens differ by `changes` from those of prompts."""
-    decoded, scores = [], []
-    for each in changes:
-        ids = torch.arange(prompt + len(each))
-        scored = torch.full((len(ids) - 1,), -2.0)
-        decoded.append(Decoded(ids=ids, logprobs=scored[prompt - 1 :] + torch.tensor(each)))
-        scores.append(_score(scored))
+) -> ServerDecodeResult:
+    """Assess answers whose decoded tokens differ by `changes` from those of prompts."""
     shift = torch.tensor(noise).repeat(1000)
-    again = [
-        Decoded(ids=one.ids, logprobs=one.logprobs + shift[: len(one.logprobs)]) for one in decoded
-    ]
-    return DecodingAnswers(
-        decoded=decoded, again=again, scores=_wrap(scores), scores_again=_wrap(scores)
+    written, again = (
+        [
+            Written(
+                ids=torch.arange(prompt + len(each)),
+                num_prompt=prompt,
+                logprobs=torch.tensor(each) - 2.0 + more[: len(each)],
+            )
+            for each in changes
+        ]
+        for more in (shift * 0, shift)
     )
-
-
-def _score(logprobs: torch.Tensor) -> SequenceScores:
-    none = torch.empty(len(logprobs), 0)
-    return SequenceScores(logprobs=logprobs, top_ids=none.long(), top_logprobs=none)
-
-
-def _wrap(scores: Sequence[SequenceScores]) -> ServerScores:
-    return ServerScores(url="", kind="vllm", model="m", sequences=tuple(scores))
+    scored = torch.full((sum(len(each.ids) - 1 for each in written),), -2.0)
+    return assess_decoding(written, again, scored, scored)
 
 
 def test_figures_are_those_of_a_hand() -> None:
     """The first token after a prompt counts for nothing; the noise is half of a change's."""
-    found = assess_decoding(answer([[9.0, 0.3, -0.1], [9.0, 0.1, 0.1]], noise=[0.2]))
+    found = assess([[9.0, 0.3, -0.1], [9.0, 0.1, 0.1]], noise=[0.2])
     assert found.tokens == 4
     assert found.difference_mean == pytest.approx(0.1)
     assert found.difference_rms == pytest.approx((0.12 / 4) ** 0.5)
@@ -324,12 +317,12 @@ def test_figures_are_those_of_a_hand() -> None:
 def test_noise_is_no_fault_and_little_text_cannot_tell() -> None:
     generator = torch.Generator().manual_seed(0)
     small = (torch.randn(8, 64, generator=generator) * 0.02).tolist()
-    assert assess_decoding(answer(small)).answer == "no-difference"
+    assert assess(small).answer == "no-difference"
     noisy = (torch.randn(8, 400, generator=generator) * 0.2).tolist()
-    same = assess_decoding(answer(noisy, noise=[0.2 * 2**0.5, -0.2 * 2**0.5]))
+    same = assess(noisy, noise=[0.2 * 2**0.5, -0.2 * 2**0.5])
     assert same.answer in {"no-difference", "cannot-tell"}
-    assert assess_decoding(answer(noisy)).answer == "worse"
-    unclear = assess_decoding(answer([[0.0, 0.3, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert assess(noisy).answer == "worse"
+    unclear = assess([[0.0, 0.3, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     assert unclear.answer == "cannot-tell"
     assert unclear.tokens_to_tell is not None
     assert unclear.tokens_to_tell > unclear.tokens
@@ -363,9 +356,10 @@ ANSWERS = {"vllm": VLLM, "sglang": SGLANG}
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_continuation(name: str) -> None:
-    assert KINDS[name].read_written(ANSWERS[name], 1) == [7]
+    tokens, _ = KINDS[name].read_written(ANSWERS[name], 1, is_drawn=True)
+    assert tokens == [7]
     with pytest.raises(AnswerError, match="by 1 tokens, not by 2"):
-        KINDS[name].read_written(ANSWERS[name], 2)
+        KINDS[name].read_written(ANSWERS[name], 2, is_drawn=True)
 
 
 @pytest.mark.parametrize(
