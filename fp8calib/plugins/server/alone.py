@@ -11,7 +11,7 @@ from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import DataError, UsageError, shorten
-from fp8calib.plugins.server.assess import Evidence
+from fp8calib.plugins.server.assess import ServerEvidence
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER
 from fp8calib.verification.report import SCALE_ONE, Decision, ReferenceResult, VerifyReport
@@ -38,7 +38,7 @@ def check_dump(request: ServerRequest) -> None:
         )
 
 
-def read_dump(path: Path, plan: DataPlan) -> Evidence:
+def read_dump(path: Path, plan: DataPlan) -> ServerEvidence:
     """Read what `verify --dump` wrote about the same text.
 
     Raises:
@@ -68,7 +68,7 @@ def read_dump(path: Path, plan: DataPlan) -> Evidence:
         )
     reference = found.pop("reference")
     found.pop(SERVER, None)
-    return Evidence(
+    return ServerEvidence(
         reference=reference,
         watched=None,
         candidates={name: (each - reference).double() for name, each in found.items()},

@@ -55,7 +55,7 @@ class ServerScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenSequence:
     """A sequence whose end a server wrote."""
 
     ids: torch.Tensor
@@ -111,7 +111,7 @@ def check_tokens(tokens: Sequence[int], ids: Sequence[int], cache_flag: str) -> 
             )
 
 
-def join_scores(
+def join_answer(
     logprobs: Sequence[float],
     tops: Sequence[Sequence[tuple[int, float]]],
     num_top: int,

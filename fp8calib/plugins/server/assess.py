@@ -58,7 +58,7 @@ from fp8calib.verification.verify import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class ServerEvidence:
     """What a server is compared with. N tokens, of all sequences in order."""
 
     reference: torch.Tensor | None
@@ -77,7 +77,7 @@ class Evidence:
 
 def assess(
     answers: ServerAnswers,
-    evidence: Evidence,
+    evidence: ServerEvidence,
     asked: Verification,
     gate: Gate,
     progress: Progress,
@@ -200,7 +200,9 @@ def _estimate(
     return {name: average_written(each, lengths, num_given) for name, each in values.items()}
 
 
-def _find_top(answers: ServerAnswers, evidence: Evidence, asked: Verification) -> TopTokens | None:
+def _find_top(
+    answers: ServerAnswers, evidence: ServerEvidence, asked: Verification
+) -> TopTokens | None:
     """Find what both know about the tokens that the server names; None if nothing."""
     ids, other = answers.scores.top_ids, answers.reference
     if not ids.shape[1]:
@@ -217,7 +219,7 @@ def _find_top(answers: ServerAnswers, evidence: Evidence, asked: Verification) -
     return TopTokens(p=p.double(), q=answers.scores.top_logprobs.double(), has_sent=has_sent)
 
 
-def _find_agreement(answers: ServerAnswers, evidence: Evidence) -> torch.Tensor | None:
+def _find_agreement(answers: ServerAnswers, evidence: ServerEvidence) -> torch.Tensor | None:
     """Tell for every token whether both name the same most likely one: bool [N]."""
     ids, other, watched = answers.scores.top_ids, answers.reference, evidence.watched
     if not ids.shape[1]:
@@ -243,7 +245,7 @@ def _compare_engines(
 
 
 def _diagnose(
-    given: Changes, evidence: Evidence, asked: Verification, progress: Progress
+    given: Changes, evidence: ServerEvidence, asked: Verification, progress: Progress
 ) -> tuple[Diagnosis, Mapping[str, Fault]]:
     """Find what explains the server; give the faults that may be named, by name."""
     found, model = diagnose(given), evidence.model

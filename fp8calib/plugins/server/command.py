@@ -30,7 +30,7 @@ from fp8calib.errors import UsageError
 from fp8calib.machine import PeakMemory
 from fp8calib.plugins.server.alone import check_dump, read_dump, report_alone
 from fp8calib.plugins.server.ask import ask_servers, check_text, explain_streaming, open_servers
-from fp8calib.plugins.server.assess import Evidence, add_server, assess
+from fp8calib.plugins.server.assess import ServerEvidence, add_server, assess
 from fp8calib.plugins.server.faults import changes_of, has_scaled_kv, list_query_faults
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER, ServedResult, ServerVerifyResult
@@ -113,7 +113,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             asked = replace(asked, plan=text, watched=watched, measures_noise=True)
             asked, report, scores = run_verification(asked, scored, reporter)
             names = [each.name for each in asked.candidates]
-            evidence = Evidence(
+            evidence = ServerEvidence(
                 reference=scores.reference.logprobs,
                 watched=scores.reference.watched,
                 candidates={name: changes_of(scores, name) for name in (*names, *faults)},
@@ -140,7 +140,9 @@ def _compare_alone(
     request: ServerRequest, asked: Verification, servers: Sequence[Server], reporter: Reporter
 ) -> ServerVerifyResult:
     """Compare the server with a dump, or with an unquantized server: nothing is emulated here."""
-    evidence = Evidence(reference=None, watched=None, candidates={}, has_scales=False, faults={})
+    evidence = ServerEvidence(
+        reference=None, watched=None, candidates={}, has_scales=False, faults={}
+    )
     if request.reference_dump is not None:
         evidence = read_dump(Path(request.reference_dump), asked.plan)
     started = time.monotonic()

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import torch
 
-from fp8calib.plugins.server.answers import Written
+from fp8calib.plugins.server.answers import WrittenSequence
 from fp8calib.plugins.server.diagnose import mean_square
 from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.verification.report import PairedAnswer, PairedResult
@@ -29,8 +29,8 @@ _DECODED, _NOISE = "decoded", "noise"
 
 
 def assess_decoding(
-    written: Sequence[Written],
-    again: Sequence[Written],
+    written: Sequence[WrittenSequence],
+    again: Sequence[WrittenSequence],
     scored: torch.Tensor,
     scored_again: torch.Tensor,
 ) -> ServerDecodeResult:
@@ -69,7 +69,7 @@ def assess_decoding(
     )
 
 
-def _list_changes(one: Written, other: Written) -> list[float]:
+def _list_changes(one: WrittenSequence, other: WrittenSequence) -> list[float]:
     """List the changes as long as both write the same tokens."""
     count = one.num_prompt
     rows = zip(

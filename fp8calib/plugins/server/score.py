@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.calibration.progress import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
-from fp8calib.plugins.server.answers import AnswerError, ServerScores, Written
+from fp8calib.plugins.server.answers import AnswerError, ServerScores, WrittenSequence
 from fp8calib.plugins.server.client import Response, ServerClient, run_to_end
 from fp8calib.plugins.server.identify import check_tokenizer, identify
 from fp8calib.plugins.server.model_text import SAMPLING_SEED, count_given
@@ -76,7 +76,7 @@ class Server:
 
     def write(
         self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str, is_drawn: bool
-    ) -> tuple[Written, ...]:
+    ) -> tuple[WrittenSequence, ...]:
         """Let it continue the beginning of every sequence to its length.
 
         Tokens are drawn at temperature 1 after the first few, or they are the most likely ones
@@ -88,7 +88,7 @@ class Server:
         """
         kind, few = self.kind, count_given(sequences)
 
-        async def ask(number: int) -> Written:
+        async def ask(number: int) -> WrittenSequence:
             length = len(sequences[number])
             given = few if is_drawn else count_prompt(length)
             start, count = sequences[number][:given].tolist(), length - given
@@ -99,7 +99,7 @@ class Server:
                 number,
             )
             self._require_vocabulary(tokens, number)
-            return Written(
+            return WrittenSequence(
                 ids=torch.tensor([*start, *tokens]),
                 num_prompt=given,
                 logprobs=torch.tensor(logprobs, dtype=torch.float32),

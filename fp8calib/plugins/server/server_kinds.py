@@ -17,7 +17,7 @@ from fp8calib.plugins.server.answers import (
     TokenKey,
     check_tokens,
     check_written,
-    join_scores,
+    join_answer,
     read,
 )
 
@@ -86,7 +86,7 @@ class VllmServer:
         check_tokens(tokens, ids, self.cache_flag)
         logprobs = [row[token] for row, token in zip(rows, tokens, strict=True)]
         tops = [list(row.items()) for row in rows]
-        return join_scores(logprobs, tops, num_top, self.logprobs_flag)
+        return join_answer(logprobs, tops, num_top, self.logprobs_flag)
 
     def make_writing(
         self, model: str, ids: Sequence[int], count: int, seed: int | None
@@ -177,7 +177,7 @@ class SglangServer:
                 f"has the most likely tokens of {len(tops)} positions, not of {len(rows)}"
             )
         likely = [list(map(_read_pair, row)) for row in tops] if num_top else [[] for _ in rows]
-        return join_scores([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
+        return join_answer([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
 
     def make_writing(
         self, _: str, ids: Sequence[int], count: int, seed: int | None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.plugins.server import server as compare_with_server
-from fp8calib.plugins.server.answers import AnswerError, Written
+from fp8calib.plugins.server.answers import AnswerError, WrittenSequence
 from fp8calib.plugins.server.decoding import assess_decoding
 from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.plugins.server.server_kinds import KINDS
@@ -292,7 +292,7 @@ def assess(
     shift = torch.tensor(noise).repeat(1000)
     written, again = (
         [
-            Written(
+            WrittenSequence(
                 ids=torch.arange(prompt + len(each)),
                 num_prompt=prompt,
                 logprobs=torch.tensor(each) - 2.0 + more[: len(each)],
