@@ -15,7 +15,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E5M2
 from fp8calib.verification.judge.decide import has_kv_only
 from fp8calib.verification.judge.gates import Gate
-from fp8calib.verification.report import Remedy, VerifyReport
+from fp8calib.verification.report import VerifyReport
 
 
 def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
@@ -23,28 +23,28 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
     model, candidate = request.spell_model(report.model), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
     stats = candidate / STATS_NAME if candidate.is_dir() else candidate
-    if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
+    if report.decision.remedy == "scale-query" and not is_stats_file(stats):
         stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
     command = ""
     match report.decision.remedy:
         # the text of calibrate is another one: what judges scales must not have made them
-        case Remedy.CALIBRATE:
+        case "calibrate":
             command = f"fp8calib calibrate {model}"
-        case Remedy.SCALE_QUERY if is_stats_file(stats):
+        case "scale-query" if is_stats_file(stats):
             target = f"--model {_spell_stored(report, request)} --out {named}-query"
             options = f"--format kv-overlay --query-scale yes {target}"
             command = f"fp8calib export {shlex.quote(str(stats))} {options}"
-        case Remedy.SCALE_QUERY:
+        case "scale-query":
             command = f"fp8calib calibrate {model} --query-scale yes"
-        case Remedy.CHECK if candidate.is_dir():
+        case "check" if candidate.is_dir():
             measured = shlex.quote(f"{candidate.name}-measured")
             command = f"fp8calib calibrate {model} --out {measured}; "
             command += f"fp8calib check {named} --stats {measured}"
-        case Remedy.FIND_LAYERS:
+        case "find-layers":
             command = _plan(report, request, gates)
-        case Remedy.USE if request.scheme is not None:
+        case "use" if request.scheme is not None:
             command = _quantize(report, request, request.scheme, stats)
-        case Remedy.SERVE | Remedy.USE:
+        case "serve" | "use":
             command = _serve(report, request)
     return command
 
@@ -101,7 +101,7 @@ def _spell_stored(report: VerifyReport, request: VerifyRequest) -> str:
 
 def _serve(report: VerifyReport, request: VerifyRequest) -> str:
     """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
-    if report.decision.remedy is Remedy.SERVE:
+    if report.decision.remedy == "serve":
         return spell_server(report.model, request, revision=request.revision)
     found = _find_folder(Path(report.decision.candidate))
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}

@@ -59,7 +59,7 @@ from fp8calib.verification.open_candidates import (
     make_rules,
     require_head,
 )
-from fp8calib.verification.report import SCALE_ONE, Remedy, RunProvenance, Verdict, VerifyReport
+from fp8calib.verification.report import SCALE_ONE, RunProvenance, Verdict, VerifyReport
 from fp8calib.verification.score import Scores
 from fp8calib.verification.tables import (
     candidates_table,
@@ -502,7 +502,7 @@ def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Blo
     shown = report if is_full else report.without_idle()
     if is_full or len(shown.candidates) + len(report.refused) > 1:
         yield Line()
-        is_choice = report.decision.remedy is Remedy.USE and len(report.candidates) > 2
+        is_choice = report.decision.remedy == "use" and len(report.candidates) > 2
         best = report.decision.candidate if is_choice else ""
         table = candidates_table(shown, best=best)
         yield table if is_full else table.without("KLD p99")

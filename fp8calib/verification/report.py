@@ -33,31 +33,13 @@ class Verdict(StrEnum):
     """The ratio's standard error is unknown, or larger than the gate's margin."""
 
 
-class PairedAnswer(StrEnum):
-    """What a paired comparison of two candidates tells."""
-
-    BETTER = "better"
-    WORSE = "worse"
-    NO_DIFFERENCE = "no-difference"
-    """The confidence interval of the difference lies inside the margin."""
-    CANNOT_TELL = "cannot-tell"
-
-
-class Remedy(StrEnum):
-    """What helps after a verification."""
-
-    NONE = "none"
-    CALIBRATE = "calibrate"
-    USE = "use"
-    """Serve the candidate."""
-    SERVE = "serve"
-    """Serve the model with an FP8 cache, without scales."""
-    SCALE_QUERY = "scale-query"
-    """Write scales of q too."""
-    FIND_LAYERS = "find-layers"
-    """Find the layers that should stay unquantized, or whose KV cache should."""
-    CHECK = "check"
-    """Check the scales of the candidate's weights, which are wrong."""
+PairedAnswer = Literal["better", "worse", "no-difference", "cannot-tell"]
+"""What a paired comparison of two candidates tells; no difference: the confidence interval of the
+difference lies inside the margin."""
+Remedy = Literal["none", "calibrate", "use", "serve", "scale-query", "find-layers", "check"]
+"""What helps after a verification: to use the candidate, to serve the model with an FP8 cache
+without scales, to write scales of q too, to find the layers that should stay in 16 bits, or to
+check the scales of the candidate's weights, which are wrong."""
 
 
 class ReferenceResult(Frozen):
@@ -103,7 +85,7 @@ class PositionResult(Frozen):
     ppl_ratio: float
 
 
-class Figures(Frozen):
+class CandidateResult(Frozen):
     """What a candidate loses on a text; what a server does not give is None."""
 
     name: str = ""
@@ -128,6 +110,10 @@ class Figures(Frozen):
     top1_ties: float | None = None
     """Share of tokens that do not agree, though the reference's token has a logit equal to the
     largest."""
+    verdict: Verdict = Verdict.CANNOT_TELL
+    verdict_why: str = ""
+    gate: str = ""
+    by_position: tuple[PositionResult, ...] = ()
     num_tokens: int = Field(default=0, exclude=True)
     """Only for gates, as are the next three."""
     clusters: int = Field(default=0, exclude=True)
@@ -144,15 +130,6 @@ class Figures(Frozen):
         KL(p || q). The losses of a few tokens may be close by chance; their divergences are exact.
         """
         return math.sqrt(2 * max(self.kld_mean or 0.0, 0.0) / self.num_tokens)
-
-
-class CandidateResult(Figures):
-    """One candidate beside the unquantized model."""
-
-    verdict: Verdict
-    verdict_why: str
-    gate: str
-    by_position: tuple[PositionResult, ...]
 
 
 class RefusedCandidate(Frozen):
@@ -260,7 +237,7 @@ class Decision(Frozen):
     """The answer, in some 20 words."""
     details: str = ""
     """The figures that it rests on, and scales that do not fit: a sentence or two a line."""
-    remedy: Remedy = Remedy.NONE
+    remedy: Remedy = "none"
     candidate: str = ""
     """The candidate that the remedy is for."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fp8calib.verification.report import (
-    Figures,
+    CandidateResult,
     PairedAnswer,
     PairedResult,
     PositionResult,
@@ -32,7 +32,9 @@ _FEW_DEGREES = {1: 12.7062, 2: 4.3027, 3: 3.1824}
 """Quantiles of t for 95 %, where the expansion in `t_quantile` is not exact enough."""
 
 
-def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Figures:
+def summarize(
+    scores: TokenScores, reference: TokenScores, lengths: Sequence[int]
+) -> CandidateResult:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
     klds = scores.klds.double()
     ranked = klds.sort().values  # the p-quantile: at least a share p is not larger
@@ -57,7 +59,7 @@ def summarize_logprobs(
     agrees: torch.Tensor | None,
     kld: tuple[float | None, float | None],
     **more: float,
-) -> Figures:
+) -> CandidateResult:
     """Reduce log-probabilities [N], which are all that a server gives.
 
     `kld` is the mean divergence and its standard error; `more` are other fields.
@@ -66,7 +68,7 @@ def summarize_logprobs(
     se, clusters = standard_error(losses, lengths)
     ratio = bounded_exp(float(losses.mean()))
     share = None if agrees is None else float(agrees.double().mean())
-    return Figures(
+    return CandidateResult(
         num_tokens=tokens,
         clusters=clusters,
         ppl=compute_ppl(logprobs),
@@ -178,13 +180,14 @@ def compare_paired(
     mean, tokens = float(differences.mean()), len(differences)
     margin = MARGIN * float(base_klds.mean()) if margin is None else margin
     se, clusters = standard_error(differences, lengths)
-    answer, more = PairedAnswer.CANNOT_TELL, None
+    answer: PairedAnswer = "cannot-tell"
+    more = None
     if se is not None:  # it is None for one token, and for the same text over and over
         width = t_quantile(clusters - 1) * se
         if abs(mean) + width <= margin:  # whether 0 is in the interval or not
-            answer = PairedAnswer.NO_DIFFERENCE
+            answer = "no-difference"
         elif abs(mean) > width:
-            answer = PairedAnswer.BETTER if mean < 0 else PairedAnswer.WORSE
+            answer = "better" if mean < 0 else "worse"
         elif target := max(abs(mean), margin):
             more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
     return PairedResult(

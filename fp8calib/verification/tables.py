@@ -10,7 +10,6 @@ from fp8calib.verification.report import (
     LEAST_DB,
     SCALE_ONE,
     LayerResult,
-    PairedAnswer,
     PairedResult,
     RuleResult,
     VerifyReport,
@@ -64,14 +63,14 @@ def describe_pair(paired: PairedResult) -> str:
     if paired.difference == 0 and paired.se == 0:
         return "has the same KLD in every sequence"
     words = {
-        PairedAnswer.BETTER: "is better",
-        PairedAnswer.WORSE: "is worse",
-        PairedAnswer.NO_DIFFERENCE: "makes no difference",
-        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
+        "better": "is better",
+        "worse": "is worse",
+        "no-difference": "makes no difference",
+        "cannot-tell": "differs by less than this text can tell",
     }
     told = words[paired.answer]
     has_few = paired.se is not None and abs(paired.difference) > 2 * paired.se
-    if has_few and paired.answer is PairedAnswer.CANNOT_TELL:
+    if has_few and paired.answer == "cannot-tell":
         told = "may differ, which so few sequences cannot tell"
     return f"{told} (KLD {format_difference(paired)}{tell_more(paired)})"
 

@@ -320,12 +320,16 @@ def _judge(
     if broken and verdict is not Verdict.FAIL:  # only a failure is certain
         verdict = Verdict.CANNOT_TELL
         why = f"{why}, but the unquantized model predicts no better than chance"
-    return CandidateResult(
-        **dict(summary) | {"name": name, "description": candidate.description},
-        verdict=verdict,
-        verdict_why=why,
-        gate=gate.name,
-        by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
+    positions = summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds)
+    return summary.model_copy(
+        update={
+            "name": name,
+            "description": candidate.description,
+            "verdict": verdict,
+            "verdict_why": why,
+            "gate": gate.name,
+            "by_position": positions,
+        }
     )
 
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
-from fp8calib.verification.report import Remedy
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.places import Places
@@ -282,7 +281,7 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
 def test_a_query_scale_is_exported_onto_the_revision_that_was_verified(tmp_path: Path) -> None:
     save_stats(make_stats(make_geometry([]), {}), tmp_path / "stats.safetensors")
     request = VerifyRequest("org/model", revision="v2", trust_remote_code=True)
-    decision = SimpleNamespace(remedy=Remedy.SCALE_QUERY, candidate=str(tmp_path))
+    decision = SimpleNamespace(remedy="scale-query", candidate=str(tmp_path))
     report: Any = SimpleNamespace(model="org/model", decision=decision)
     printed = suggest_command(report, request, {})
     assert "--model org/model --revision v2" in printed

@@ -11,7 +11,7 @@ import pytest
 from fp8calib.errors import UsageError
 from fp8calib.verification.judge.fits import describe_damage
 from fp8calib.verification.judge.gates import GATES, Gate, judge, load_gate
-from fp8calib.verification.report import Figures, LayerResult, Verdict
+from fp8calib.verification.report import CandidateResult, LayerResult, Verdict
 from tests.kit.reports import make_layer
 
 
@@ -23,9 +23,9 @@ def make_summary(
     kld_se: float | None = 0.0001,
     tokens: float = 20_000,
     clusters: float = 32,
-) -> Figures:
+) -> CandidateResult:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
-    return Figures(
+    return CandidateResult(
         num_tokens=int(tokens),
         clusters=int(clusters),
         ppl=10 * ratio,

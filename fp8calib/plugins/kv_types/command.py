@@ -29,7 +29,6 @@ from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
-    PairedAnswer,
     PairedResult,
     Verdict,
 )
@@ -243,12 +242,12 @@ def recommend(
         for row in usable
         if row is not exact and row.bytes_per_token <= exact.bytes_per_token
     ]
-    same = [row for row, pair in rivals if pair.answer is PairedAnswer.NO_DIFFERENCE]
+    same = [row for row, pair in rivals if pair.answer == "no-difference"]
     chosen = min((exact, *same), key=_rank)
     unclear = [
         f"{row.name} {describe_pair(pair)}"
         for row, pair in rivals
-        if pair.answer is PairedAnswer.CANNOT_TELL and row.bytes_per_token <= chosen.bytes_per_token
+        if pair.answer == "cannot-tell" and row.bytes_per_token <= chosen.bytes_per_token
     ]
     if unclear:
         against = f"against {exact}, {'; '.join(unclear)}"

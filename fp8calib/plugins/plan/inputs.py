@@ -26,7 +26,7 @@ from fp8calib.model.load import ModelSource
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.plugins.plan.request import NO_SCHEME, PlanRequest, read_size
 from fp8calib.verification.candidates import Target
-from fp8calib.verification.report import Figures
+from fp8calib.verification.report import CandidateResult
 from fp8calib.verification.summary import bounded_exp
 
 _SEARCHED = 8
@@ -49,7 +49,7 @@ class Budget:
     """`bytes`, `kld` or `ratio`."""
     limit: float
 
-    def read_most(self, summary: Figures) -> float:
+    def read_most(self, summary: CandidateResult) -> float:
         """Give the loss and a standard error more: other text may lose more."""
         if self.kind == "ratio":
             return bounded_exp(summary.log_ratio + (summary.log_ratio_se or 0.0))

@@ -19,7 +19,7 @@ from fp8calib.data.sequences import DataPlan, batches, replace_sequences
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.report import Figures
+from fp8calib.verification.report import CandidateResult
 from fp8calib.verification.score import AT_ONCE, count_in_rounds, score_in_rounds
 from fp8calib.verification.summary import summarize
 from fp8calib.verification.token_scores import TokenScores
@@ -92,7 +92,7 @@ class Measure:
         known = self._measurements.scores
         return [known[self._name(plan)] if plan else self.reference for plan in plans]
 
-    def summarize(self, plans: Sequence[Plan]) -> list[Figures]:
+    def summarize(self, plans: Sequence[Plan]) -> list[CandidateResult]:
         """Give the figures of plans."""
         return [summarize(found, self.reference, self.lengths) for found in self.run(plans)]
 

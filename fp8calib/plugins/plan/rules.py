@@ -13,7 +13,6 @@ import torch
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import FP8_CACHE, Plan, Unit, join_plans
 from fp8calib.plugins.plan.measure import Measure
-from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.score import count_in_rounds
 from fp8calib.verification.summary import compare_paired
 
@@ -67,5 +66,5 @@ def _choose(measure: Measure, plans: Sequence[Plan]) -> Plan:
         return {}
     pair = compare_paired(best, "0", klds, measure.lengths)
     is_far = pair.se is not None and abs(pair.difference) > _LEAST_ERRORS * pair.se
-    is_sure = pair.answer is PairedAnswer.BETTER and is_far
+    is_sure = pair.answer == "better" and is_far
     return plans[int(best)] if is_sure else {}

@@ -28,7 +28,7 @@ from fp8calib.plugins.plan.choices import (
 from fp8calib.plugins.plan.inputs import Budget
 from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.rules import choose_rules
-from fp8calib.verification.report import Figures
+from fp8calib.verification.report import CandidateResult
 from fp8calib.verification.score import AT_ONCE
 
 _WHOLE_SHARE = 8
@@ -84,7 +84,7 @@ class Tried(NamedTuple):
 
     size_bytes: int
     plan: Plan
-    summary: Figures
+    summary: CandidateResult
     kld: float
 
 

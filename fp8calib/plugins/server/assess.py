@@ -42,8 +42,6 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
-    Figures,
-    PairedAnswer,
     Verdict,
     VerifyReport,
 )
@@ -139,16 +137,15 @@ def assess(
         ),
     )
     verdict, why = _judge(summary, gate, result)
-    row = CandidateResult(
-        **dict(summary)
-        | {
+    row = summary.model_copy(
+        update={
             "name": SERVER,
             "description": f"{result.kind} at {result.url}, model {result.model}",
-        },
-        verdict=verdict,
-        verdict_why=why,
-        gate=gate.name,
-        by_position=summarize_positions(scores.logprobs, reference, lengths),
+            "verdict": verdict,
+            "verdict_why": why,
+            "gate": gate.name,
+            "by_position": summarize_positions(scores.logprobs, reference, lengths),
+        }
     )
     return result, row
 
@@ -165,13 +162,13 @@ def add_server(report: VerifyReport, result: ServerResult, row: CandidateResult)
     return report.model_copy(update=changed)
 
 
-def _judge(summary: Figures, gate: Gate, result: ServerResult) -> tuple[Verdict, str]:
+def _judge(summary: CandidateResult, gate: Gate, result: ServerResult) -> tuple[Verdict, str]:
     """Give the verdict of the gate; a server with a fault does not just pass."""
     verdict, why = judge(summary, gate)
     passes = verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
     if result.finding == ServerFinding.UNKNOWN and passes:
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
-    if result.decoding is not None and result.decoding.answer == PairedAnswer.WORSE:
+    if result.decoding is not None and result.decoding.answer == "worse":
         verdict = Verdict.WARN if passes else verdict
         why = f"{why}, but decoding and prompts do not agree"
     return verdict, why

@@ -15,7 +15,7 @@ import torch
 from fp8calib.plugins.server.answers import WrittenSequence
 from fp8calib.plugins.server.diagnose import mean_square
 from fp8calib.plugins.server.result import ServerDecodeResult
-from fp8calib.verification.report import PairedAnswer, PairedResult
+from fp8calib.verification.report import PairedResult
 from fp8calib.verification.summary import compare_paired
 from fp8calib.verification.tables import tell_more
 from fp8calib.verification.token_scores import split_sequences
@@ -63,7 +63,7 @@ def assess_decoding(
         difference_rms=rms,
         difference_mean=float(differences.mean()),
         noise_rms=noise**0.5,
-        answer=pair.answer.value,
+        answer=pair.answer,
         tokens_to_tell=pair.tokens_to_tell,
         sentence=_describe(pair, rms, noise**0.5),
     )
@@ -84,12 +84,12 @@ def _list_changes(one: WrittenSequence, other: WrittenSequence) -> list[float]:
 def _describe(pair: PairedResult, rms: float, noise: float) -> str:
     size = f"{rms:.2g} nats (root mean square; {noise:.2g} from one answer to the next)"
     match pair.answer:
-        case PairedAnswer.WORSE:
+        case "worse":
             return (
                 f"Decoding and prompts do not agree: the same tokens differ by {size}, so one of "
                 "the two is computed wrongly, and scores of prompts do not show it."
             )
-        case PairedAnswer.CANNOT_TELL:
+        case "cannot-tell":
             return f"Whether decoding and prompts agree cannot be told: {size}{tell_more(pair)}."
         case _:
             return f"Decoding and prompts agree: the same tokens differ by {size}."

@@ -72,7 +72,7 @@ def compare_served(
 
 def _describe(name: str, answer: PairedAnswer, words: str) -> str:
     text = f"{name}: attention of a prompt is in 16 bits; decoding {words}."
-    if answer is PairedAnswer.WORSE:
+    if answer == "worse":
         text = f"{text} Scores of prompts do not show what it costs."
     return text
 

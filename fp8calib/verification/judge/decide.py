@@ -14,7 +14,6 @@ from fp8calib.verification.report import (
     Decision,
     KvNeed,
     LayerResult,
-    PairedAnswer,
     Remedy,
     Verdict,
     VerifyReport,
@@ -76,14 +75,12 @@ def conclude(report: VerifyReport) -> VerifyReport:
     misfits = (f"{name}: {_describe_unfit(rows)}." for name, rows in unfit if rows)
     lines = (*collapses, *filter(None, (each.details for each in decided)), *misfits)
     update = {"headline": " ".join(e.headline for e in decided), "details": "\n".join(lines)}
-    used = (each for each in decided if each.remedy is Remedy.USE)
+    used = (each for each in decided if each.remedy == "use")
     decision = next(used, decided[-1]).model_copy(update=update)
     return report.model_copy(update={"decision": decision, "kv": need})
 
 
-def _decide(
-    headline: str, *details: str, remedy: Remedy = Remedy.NONE, candidate: str = ""
-) -> Decision:
+def _decide(headline: str, *details: str, remedy: Remedy = "none", candidate: str = "") -> Decision:
     lines = "\n".join(details)
     return Decision(headline=headline, details=lines, remedy=remedy, candidate=candidate)
 
@@ -147,7 +144,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     if need.answer == "cannot-tell":
         where += f", which changes the KLD by {changed}{tell_more(paired)}."
         return _decide("This text cannot tell whether the model needs KV scales.", where)
-    if paired.answer is PairedAnswer.WORSE:
+    if paired.answer == "worse":
         fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
         where += f", which adds KLD {changed} to the {fp8} that FP8 costs with scales that fit."
     else:
@@ -165,11 +162,11 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
         best = min(repaired, key=get_kld).name
         layers = _join_layers(sorted({row.layer for row in queries}))
         headline = f"{_NEEDED}, and {best} has no scale for q of {layers}."
-        return _decide(headline, where, remedy=Remedy.SCALE_QUERY, candidate=best)
+        return _decide(headline, where, remedy="scale-query", candidate=best)
     of_query = " with --query-scale yes" if not scaled and len(queries) == len(losing) else ""
     others = ", and those of the candidates do not fit" if scaled else ""
     headline = f"{_NEEDED}{others}: calibrate{of_query}."
-    return _decide(headline, where, remedy=Remedy.CALIBRATE)
+    return _decide(headline, where, remedy="calibrate")
 
 
 def _decide_without(
@@ -193,7 +190,7 @@ def _decide_without(
             f"At scale 1.0 {why} {format_difference(need.added_by_one)}.",
         ]
     for paired in need.removed:
-        by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
+        by_chance = " by another rounding alone" if paired.answer == "better" else ""
         details.append(f"Against scale 1.0, {paired.candidate} {describe_pair(paired)}{by_chance}.")
     fault, passing = _find_fault(one, report), _list_passing(scaled, report)
     warning = fault
@@ -203,12 +200,12 @@ def _decide_without(
     if warning and passing:
         best = min(passing, key=get_kld).name
         headline = f"Scale 1.0 {warning}: use {best}."
-        return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
+        return _decide(headline, *details, remedy="use", candidate=best)
     if fault:
         return _decide_on_fault(f"{_NOT_NEEDED}, but an FP8 cache {fault}.", details, one)
     if SCALE_ONE in report.unusable:
         return _decide(f"{_NOT_NEEDED}, but the engine cannot load it.", *details, _OTHER_ENGINE)
-    return _decide(f"{_NOT_NEEDED}.", *details, remedy=Remedy.SERVE, candidate=SCALE_ONE)
+    return _decide(f"{_NOT_NEEDED}.", *details, remedy="serve", candidate=SCALE_ONE)
 
 
 def _choose_scaled(
@@ -231,7 +228,7 @@ def _choose_scaled(
     gain = [] if kld in where else [f"{cost}: {removed} against scale 1.0."]
     others, warned = _compare_with_best(best, passing, report)
     headline = f"{_NEEDED}: use {name}{warned}."
-    return _decide(headline, where, *gain, *others, remedy=Remedy.USE, candidate=name)
+    return _decide(headline, where, *gain, *others, remedy="use", candidate=name)
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
@@ -248,13 +245,13 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
         best = min(passing, key=get_kld)
         others, warned = _compare_with_best(best, passing, report)
         headline = only or f"Use {best.name}{warned}: {_cost(best)}."
-        return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
+        return _decide(headline, *unusable, *others, remedy="use", candidate=best.name)
     if not failed:
         return _decide(only or "This text cannot judge the candidates.", *unusable)
     worst = min(failed, key=get_kld).name
     none = "No candidate passes." if report.has_gate else "Each candidate loses much."
     advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
-    remedy = Remedy.FIND_LAYERS
+    remedy: Remedy = "find-layers"
     wrong = [  # no scheme loses as much
         row.site
         for row in list_unfit(report.list_rows(worst))
@@ -263,7 +260,7 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
     if wrong:
         advice = f"The scales of {cut_list(wrong, 3)} are wrong, or the weights are "
         advice += "another model's: quantize it again."
-        remedy = Remedy.CHECK
+        remedy = "check"
     return _decide(only or none, advice, *unusable, remedy=remedy, candidate=worst)
 
 
@@ -294,7 +291,7 @@ def _decide_on_fault(headline: str, details: Sequence[str], one: CandidateResult
     if one.verdict is Verdict.CANNOT_TELL:
         return _decide(headline, *details)
     details = [*details, _LEAVE_LAYERS]
-    return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=one.name)
+    return _decide(headline, *details, remedy="find-layers", candidate=one.name)
 
 
 def _compare_with_best(
@@ -351,5 +348,5 @@ def choose_smallest(report: VerifyReport, sizes: Mapping[str, int]) -> Decision:
     is_model = best.name == SCALE_ONE
     headline = f"Serve {'the model itself' if is_model else best.name}: KLD "
     headline += f"{format_mean_kld(best.kld_mean, best.kld_se)}."
-    remedy = Remedy.SERVE if is_model else Remedy.USE
+    remedy: Remedy = "serve" if is_model else "use"
     return _decide(headline, details, remedy=remedy, candidate=best.name)

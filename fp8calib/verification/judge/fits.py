@@ -7,7 +7,7 @@ from statistics import fmean, median_high
 from typing import Literal
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
-from fp8calib.verification.report import LEAST_DB, KvNeed, LayerResult, PairedAnswer, PairedResult
+from fp8calib.verification.report import LEAST_DB, KvNeed, LayerResult, PairedResult
 
 CLIPPED = 1e-3
 """If a larger share of the values is clipped, the scale is too small, whatever the SQNR."""
@@ -123,11 +123,11 @@ def assess_need(
     If no site loses at scale 1.0, they are not, whatever the divergences are. If scale 1.0 destroys
     a site that a fitted scale keeps, they are. Otherwise the paired divergence decides.
     """
-    told = PairedAnswer.CANNOT_TELL if added is None else added.answer
+    told = "cannot-tell" if added is None else added.answer
     answer: Literal["yes", "no", "cannot-tell"] = "no"
-    if any(map(is_damaged, losing)) or (losing and told is PairedAnswer.WORSE):
+    if any(map(is_damaged, losing)) or (losing and told == "worse"):
         answer = "yes"
-    elif losing and told is PairedAnswer.CANNOT_TELL:
+    elif losing and told == "cannot-tell":
         answer = "cannot-tell"
     return KvNeed(
         answer=answer,

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
-from fp8calib.verification.report import Figures, Verdict
+from fp8calib.verification.report import CandidateResult, Verdict
 from fp8calib.verification.summary import t_quantile
 from fp8calib.verification.tables import format_mean_kld, format_ratio
 
@@ -94,7 +94,7 @@ def load_gate(text: str) -> Gate:
     raise UsageError(f"--gate {text}: {why}", hint=_FILE_HINT)
 
 
-def judge(summary: Figures, gate: Gate, damage: str = "") -> tuple[Verdict, str]:
+def judge(summary: CandidateResult, gate: Gate, damage: str = "") -> tuple[Verdict, str]:
     """Give the verdict and the reason.
 
     The ratio may hide damage: the text may not need what is damaged, and losses may cancel out. A
@@ -113,7 +113,7 @@ def judge(summary: Figures, gate: Gate, damage: str = "") -> tuple[Verdict, str]
     return verdict, why
 
 
-def _judge_kld(summary: Figures, fail_above: float) -> tuple[Verdict, str] | None:
+def _judge_kld(summary: CandidateResult, fail_above: float) -> tuple[Verdict, str] | None:
     """Judge the divergence by the gate's own threshold; None if it is not above it."""
     if summary.kld_mean is None:
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
@@ -131,7 +131,7 @@ def _judge_kld(summary: Figures, fail_above: float) -> tuple[Verdict, str] | Non
     return None
 
 
-def _judge_ratio(summary: Figures, gate: Gate) -> tuple[Verdict, str]:
+def _judge_ratio(summary: CandidateResult, gate: Gate) -> tuple[Verdict, str]:
     """Judge the logarithm of the ratio; thresholds are widened by one standard error.
 
     The error of the logarithm stays meaningful where the ratio is large: a ratio of 500 ± 600 is
@@ -169,7 +169,7 @@ def _judge_ratio(summary: Figures, gate: Gate) -> tuple[Verdict, str]:
     return verdict, f"ratio {format_ratio(summary.ppl_ratio, summary.ppl_ratio_se)} {why}"
 
 
-def _ask_for_more(summary: Figures) -> str:
+def _ask_for_more(summary: CandidateResult) -> str:
     return (
         f"rests on {summary.clusters} independent parts of the text: use at least "
         f"{_LEAST_CLUSTERS} sequences, by more text or a smaller --seq-len"

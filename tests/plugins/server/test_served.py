@@ -19,7 +19,6 @@ from fp8calib.plugins.server.served_candidates import compare_served, list_serve
 from fp8calib.plugins.server.served_hooks import ServedHooks, count_prompt
 from fp8calib.verification.candidates import build_unscaled, emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.verify import Verification, run_verification
 from tests import zoo
 from tests.doors import Silent, make_plan
@@ -199,7 +198,7 @@ def test_report_shows_both_figures_of_each_cache(tmp_path: Path) -> None:
     assert (found.candidate, found.is_same, found.prompt_kld) == (name, False, 0.0)
     assert found.decode_kld == pytest.approx(float(klds.mean()), rel=0.02)
     assert found.decode_kld_se == pytest.approx(float(klds.mean(1).std() / 12**0.5), rel=0.05)
-    assert found.difference.answer is PairedAnswer.WORSE
+    assert found.difference.answer == "worse"
     assert "Scores of prompts do not show what it costs." in found.sentence
 
 
