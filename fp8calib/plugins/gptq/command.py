@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -44,7 +44,7 @@ from fp8calib.numerics.schemes import list_without_calibration, round_block_scal
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
-from fp8calib.plugins.gptq.layer_rounding import GptqJob, count_code_bytes, open_codes
+from fp8calib.plugins.gptq.layer_rounding import CODES, GptqJob, count_code_bytes
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
 from fp8calib.quantization.calibrated_scales import (
@@ -248,7 +248,7 @@ def _make_job(
 
 def _check_measured(job: CalibrationJob, static: Collection[Matrix]) -> None:
     """Refuse linears of a static scheme whose inputs would not be measured, before the run."""
-    missing = map_inputs(job.model.prepared, static).unreached
+    _, missing = map_inputs(job.model.prepared, static)
     if not missing:
         return
     patterns = dict.fromkeys(map(span_layers, missing))
@@ -282,7 +282,7 @@ def _rounded_codes(job: CalibrationJob) -> Iterator[tuple[RunStats, RoundedCodes
     with work_folder(job) as journal:
         assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
         stats, _ = job.run(journal)
-        with open_codes(journal.folder) as codes:
+        with closing(RoundedCodes(journal.folder / CODES)) as codes:
             yield stats, codes
 
 
@@ -291,7 +291,7 @@ def _list_rounded(
 ) -> list[RoundedLinear]:
     """List how every quantized linear was rounded, in the order of the checkpoint."""
     known = {rounded.module: rounded for rounded in codes.report()}
-    reasons = map_inputs(job.model.prepared, selection.quantized).unreached
+    _, reasons = map_inputs(job.model.prepared, selection.quantized)
     return [
         known.get(matrix.module)
         or RoundedLinear(

@@ -28,18 +28,13 @@ class MappedInput:
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputMap:
-    """The input that each weight multiplies, if it is known."""
+def map_inputs(
+    prepared: PreparedModel, matrices: Collection[Matrix]
+) -> tuple[Mapping[str, MappedInput], Mapping[str, str]]:
+    """Find the input of every matrix by the tensors that the model's parameters are made from.
 
-    inputs: Mapping[str, MappedInput]
-    """Module of the matrix -> its input."""
-    unreached: Mapping[str, str]
-    """Modules of matrices without a known input, with the reason."""
-
-
-def map_inputs(prepared: PreparedModel, matrices: Collection[Matrix]) -> InputMap:
-    """Find the input of every matrix by the tensors that the model's parameters are made from."""
+    Both by the module of the matrix: its input, or the reason why none is known.
+    """
     readers = _list_readers(prepared)
     inputs: dict[str, MappedInput] = {}
     unreached: dict[str, str] = {}
@@ -49,7 +44,7 @@ def map_inputs(prepared: PreparedModel, matrices: Collection[Matrix]) -> InputMa
             unreached[matrix.module] = found
         else:
             inputs[matrix.module] = found
-    return InputMap(inputs=inputs, unreached=unreached)
+    return inputs, unreached
 
 
 def _list_readers(prepared: PreparedModel) -> Mapping[str, list[tuple[Layer, Linear]]]:

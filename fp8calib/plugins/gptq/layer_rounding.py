@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -51,7 +50,7 @@ _FACTOR_COPIES = 5
 """Square float64 matrices while a Hessian is factorised."""
 _WEIGHT_COPIES = 7
 """Copies of a weight in float32 while it is rounded and its errors are measured."""
-_CODES = f"{NAME_PREFIX}rounding"
+CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 
 
@@ -90,7 +89,7 @@ class GptqJob(CalibrationJob):
         """
         matrices, inputs = self._find_inputs()
         require_free_space(folder, count_code_bytes(matrices))
-        codes = RoundedCodes(folder / _CODES)
+        codes = RoundedCodes(folder / CODES)
         codes.begin(self._list_options())
         num_sequences = 0 if self.plan is None else len(self.plan.sequences)
         return LayerRounding(
@@ -103,7 +102,7 @@ class GptqJob(CalibrationJob):
         Raises:
             UsageError: the working folder holds such codes.
         """
-        if not RoundedCodes(folder / _CODES).is_of(self._list_options()):
+        if not RoundedCodes(folder / CODES).is_of(self._list_options()):
             raise UsageError(
                 f"{folder}: the interrupted run had another scheme or other options",
                 hint="use the options of that run; to start again, remove the folder",
@@ -112,7 +111,7 @@ class GptqJob(CalibrationJob):
     def _find_inputs(self) -> tuple[Sequence[Matrix], Mapping[str, MappedInput]]:
         """Find the weights to round, and the inputs that they multiply."""
         matrices = self.select_matrices(self.settings).quantized
-        return matrices, map_inputs(self.model.prepared, matrices).inputs
+        return matrices, map_inputs(self.model.prepared, matrices)[0]
 
     def _list_options(self) -> dict[str, object]:
         """List the options that the codes depend on, beside the model and the text."""
@@ -131,16 +130,6 @@ class GptqJob(CalibrationJob):
 def count_code_bytes(matrices: Collection[Matrix]) -> int:
     """Count the bytes of the codes of weights, which the disk holds twice until the end."""
     return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
-
-
-@contextmanager
-def open_codes(folder: Path) -> Iterator[RoundedCodes]:
-    """Open the codes in the working folder of a run."""
-    codes = RoundedCodes(folder / _CODES)
-    try:
-        yield codes
-    finally:
-        codes.close()
 
 
 class LayerRounding(HessianRecorder):

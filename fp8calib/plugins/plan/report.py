@@ -20,7 +20,7 @@ from fp8calib.plugins.plan.choices import Choices, Plan, count_bytes, list_unifo
 from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
-from fp8calib.plugins.plan.search import Group, Search, Tried
+from fp8calib.plugins.plan.search import Group, GroupChoice, Search, Tried
 from fp8calib.verification.report import PairedResult, RunProvenance
 from fp8calib.verification.summary import compare_paired, summarize
 from fp8calib.verification.tables import format_mean_kld
@@ -28,15 +28,6 @@ from fp8calib.verification.tables import format_mean_kld
 CHOSEN = "plan"
 _FIGURES = ("kld_mean", "kld_se", "ppl_ratio", "ppl_ratio_se")
 Met = Literal["yes", "no", "cannot-tell"]
-
-
-class GroupChoice(Frozen):
-    """What one way to store a group costs alone, on the text of the search."""
-
-    name: str
-    size_bytes: int
-    kld_mean: float
-    kld_se: float | None
 
 
 class PlannedGroup(Frozen):
@@ -238,10 +229,7 @@ def _list_groups(search: Search, plan: Plan) -> Iterator[PlannedGroup]:
             rules={s: r for s, r in plan.items() if s in sites and r != str(AMAX)},
             saved_bytes=group.choices[0].size_bytes - chosen.size_bytes,
             why=_explain(group) or next(iter(refused.values()), ""),
-            choices=tuple(
-                GroupChoice(**{key: getattr(each, key) for key in GroupChoice.model_fields})
-                for each in group.choices[1:]
-            ),
+            choices=group.choices[1:],
             refused=refused,
         )
 

@@ -13,7 +13,10 @@ from fractions import Fraction
 from math import inf
 from typing import NamedTuple
 
+from pydantic import Field
+
 from fp8calib.errors import name_ranges
+from fp8calib.model.geometry import Frozen
 from fp8calib.plugins.plan.choices import (
     FP8_CACHE,
     IN_16_BITS,
@@ -43,16 +46,14 @@ Picks = tuple[int, ...]
 """The number of the choice of each group; 0 leaves it in 16 bits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One way to store a group."""
+class GroupChoice(Frozen):
+    """One way to store a group, and what that costs alone, on the text of the search."""
 
     name: str
     size_bytes: int
-    plan: Plan
+    plan: Plan = Field(exclude=True, repr=False)
     """The plan that quantizes this group alone."""
     kld_mean: float = 0.0
-    """What it costs alone."""
     kld_se: float | None = 0.0
 
 
@@ -62,7 +63,7 @@ class Group:
 
     name: str
     units: tuple[Unit, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[GroupChoice, ...]
     """The first one leaves all in 16 bits."""
 
     def pick(self, plan: Plan) -> int:
@@ -181,7 +182,9 @@ class Search:
         for g, group in enumerate(self.groups):
             measured = self.measure.summarize([choice.plan for choice in before[g].choices])
             priced = (
-                replace(choice, kld_mean=summary.kld_mean or 0.0, kld_se=summary.kld_se)
+                choice.model_copy(
+                    update={"kld_mean": summary.kld_mean or 0.0, "kld_se": summary.kld_se}
+                )
                 for choice, summary in zip(group.choices, measured, strict=True)
             )
             self.groups[g] = replace(group, choices=tuple(priced))
@@ -272,7 +275,7 @@ def _use_rules(group: Group, rules: Mapping[str, str]) -> Group:
         return group
     plain, stored = group.choices
     plan = {site: rules.get(site, rule) for site, rule in stored.plan.items()}
-    return replace(group, choices=(plain, replace(stored, plan=plan)))
+    return replace(group, choices=(plain, stored.model_copy(update={"plan": plan})))
 
 
 def _make_group(units: tuple[Unit, ...], schemes: Iterable[str], *, of: int) -> Group:
@@ -284,7 +287,7 @@ def _make_group(units: tuple[Unit, ...], schemes: Iterable[str], *, of: int) -> 
     plans: dict[str, Plan] = {IN_16_BITS: {}}
     plans |= {each: join_plans(unit.plan(each) for unit in units) for each in schemes}
     choices = (
-        Choice(name=each, size_bytes=count_bytes(units, plan), plan=plan)
+        GroupChoice(name=each, size_bytes=count_bytes(units, plan), plan=plan)
         for each, plan in plans.items()
         if plan or each == IN_16_BITS
     )

@@ -32,7 +32,6 @@ from fp8calib.plugins.server.faults import (
 from fp8calib.plugins.server.result import (
     SERVER,
     EstimateResult,
-    ExplanationResult,
     ServerResult,
     UnquantizedServer,
 )
@@ -129,12 +128,7 @@ def assess(
         top_covered=None if top is None else top.covered,
         repeated_requests=sum(each.client.repeated for each in answers.servers),
         decoding=answers.decoding,
-        explanations=tuple(
-            ExplanationResult(
-                candidate=fit.name, correlation=fit.correlation, residual_rms=fit.residual
-            )
-            for fit in found.fits
-        ),
+        explanations=found.fits,
     )
     verdict, why = _judge(summary, gate, result)
     row = summary.model_copy(

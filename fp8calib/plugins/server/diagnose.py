@@ -13,6 +13,7 @@ from enum import StrEnum
 import torch
 
 from fp8calib.plugins.server.faults import Fault
+from fp8calib.plugins.server.result import ExplanationResult
 from fp8calib.verification.summary import standard_error
 
 UNCHANGED = "unquantized"
@@ -73,19 +74,6 @@ class ServerFinding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """How well a candidate explains the server's changes."""
-
-    name: str
-    correlation: float | None
-    """None where one of the two changes nothing."""
-    residual: float
-    """Root mean square of what it leaves, in nats."""
-    energy: float
-    """Mean square of its own changes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """What was found, and by how much."""
 
@@ -96,7 +84,7 @@ class Diagnosis:
     """The candidate that explains it equally well."""
     layers: tuple[int, ...] = ()
     """Layers whose scales differ from those of the candidate."""
-    fits: tuple[Fit, ...] = ()
+    fits: tuple[ExplanationResult, ...] = ()
     """Candidates, the best first."""
     size: float = 0.0
     """Root mean square of the server's changes, in nats."""
@@ -104,7 +92,7 @@ class Diagnosis:
     @property
     def correlation(self) -> float:
         """The correlation with the candidate `name`."""
-        found = next((fit.correlation for fit in self.fits if fit.name == self.name), None)
+        found = next((fit.correlation for fit in self.fits if fit.candidate == self.name), None)
         return found or 0.0
 
 
@@ -123,13 +111,13 @@ class Changes:
         """Give the changes of a candidate."""
         return torch.zeros_like(self.server) if name == UNCHANGED else self.candidates[name]
 
-    def fit(self, name: str) -> Fit:
+    def fit(self, name: str) -> ExplanationResult:
         """Compare a candidate with the server."""
         changes = self.find(name)
-        return Fit(
-            name=name,
+        return ExplanationResult(
+            candidate=name,
             correlation=correlate(self.server, changes),
-            residual=math.sqrt(mean_square(self.server - changes)),
+            residual_rms=math.sqrt(mean_square(self.server - changes)),
             energy=mean_square(changes),
         )
 
@@ -159,7 +147,7 @@ def diagnose(changes: Changes) -> Diagnosis:
         size = math.sqrt(mean_square(changes.server))
         return Diagnosis(finding=ServerFinding.NOTHING_EMULATED, name="", size=size)
     names = (UNCHANGED, *changes.candidates)
-    fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual)
+    fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual_rms)
     return _judge(changes, fits, fits[0])
 
 
@@ -178,12 +166,12 @@ def explain_with_faults(
     """
     layers = {name: layer for name in effects if (layer := faults[name].layer) is not None}
     everything = replace(changes, candidates={**changes.candidates, **effects})
-    fits = sorted(map(changes.fit, (UNCHANGED, *changes.candidates)), key=lambda f: f.residual)
+    fits = sorted(map(changes.fit, (UNCHANGED, *changes.candidates)), key=lambda f: f.residual_rms)
     tried = [n for n in effects if n in layers or _leaves_roundings(everything, base, n, faults)]
     if not tried:
         return found
-    fault = min(map(everything.fit, tried), key=lambda fit: fit.residual)
-    if everything.is_less(fault.name, fits[0].name):
+    fault = min(map(everything.fit, tried), key=lambda fit: fit.residual_rms)
+    if everything.is_less(fault.candidate, fits[0].candidate):
         judged = _judge(everything, [fault, *fits], fault)
         if judged.finding is ServerFinding.CANDIDATE:
             found = replace(judged, fits=(fault, *found.fits))
@@ -240,7 +228,7 @@ def _list_other_layers(
 def _leaves_roundings(changes: Changes, base: str, name: str, faults: Mapping[str, Fault]) -> bool:
     """Tell whether a fault of `base` leaves only roundings; else the server clips otherwise."""
     most = _ROUNDINGS if faults[name].is_mixup else _LARGER
-    return changes.fit(name).residual ** 2 <= most * mean_square(changes.find(base))
+    return changes.fit(name).residual_rms ** 2 <= most * mean_square(changes.find(base))
 
 
 def _regress(effects: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +239,9 @@ def _regress(effects: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, t
     return weights, (variance * inverse.diagonal().clamp(min=0)).sqrt()
 
 
-def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
+def _judge(
+    changes: Changes, fits: Sequence[ExplanationResult], best: ExplanationResult
+) -> Diagnosis:
     squares = mean_square(changes.server)
 
     def conclude(finding: ServerFinding, name: str, other: str = "") -> Diagnosis:
@@ -259,15 +249,17 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
             finding=finding, name=name, other=other, fits=tuple(fits), size=math.sqrt(squares)
         )
 
-    emulated = [fit for fit in fits if fit.name != UNCHANGED]
-    closest = emulated[0].name
+    emulated = [fit for fit in fits if fit.candidate != UNCHANGED]
+    closest = emulated[0].candidate
     energies = [fit.energy for fit in emulated]
     if max(energies) <= _ABOVE_NOISE * changes.noise:
         return conclude(ServerFinding.NOISE, closest)
     if _is_explained(best, squares):
-        rivals = [fit.name for fit in fits if fit.name != best.name]
-        rival = next((name for name in rivals if not changes.is_less(best.name, name)), "")
-        return conclude(ServerFinding.EQUAL if rival else ServerFinding.CANDIDATE, best.name, rival)
+        rivals = [fit.candidate for fit in fits if fit.candidate != best.candidate]
+        rival = next((name for name in rivals if not changes.is_less(best.candidate, name)), "")
+        return conclude(
+            ServerFinding.EQUAL if rival else ServerFinding.CANDIDATE, best.candidate, rival
+        )
     if squares <= min(energies) / _FAR_LESS:
         return conclude(ServerFinding.UNQUANTIZED, UNCHANGED)
     is_related = any((fit.correlation or 0.0) >= _RELATED for fit in emulated)
@@ -275,31 +267,31 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
     if squares <= max(min(energies) / _LARGER, noise) and not is_related:
         if min(energies) <= min(noise, squares):
             smallest = min(emulated, key=lambda fit: fit.energy)
-            return conclude(ServerFinding.EQUAL, smallest.name, UNCHANGED)
+            return conclude(ServerFinding.EQUAL, smallest.candidate, UNCHANGED)
         return conclude(ServerFinding.UNQUANTIZED, UNCHANGED)
     is_alike = squares <= _LARGER * max(energies)
     return conclude(ServerFinding.UNLIKE if is_alike else ServerFinding.UNKNOWN, closest)
 
 
-def _is_explained(best: Fit, squares: float) -> bool:
+def _is_explained(best: ExplanationResult, squares: float) -> bool:
     """Tell whether a candidate explains changes of this mean square."""
-    if best.name == UNCHANGED:
+    if best.candidate == UNCHANGED:
         return False
     is_alike = (best.correlation or 0.0) >= _RELATED and squares <= _LARGER * best.energy
     return is_alike or _explains_most(best, squares)
 
 
-def _explains_most(fit: Fit, squares: float) -> bool:
-    return fit.residual**2 <= (1 - _EXPLAINED) * squares
+def _explains_most(fit: ExplanationResult, squares: float) -> bool:
+    return fit.residual_rms**2 <= (1 - _EXPLAINED) * squares
 
 
 def needs_faults(found: Diagnosis) -> bool:
     """Tell whether faults may explain the server better."""
     if found.finding in {ServerFinding.UNKNOWN, ServerFinding.UNLIKE}:
         return True
-    roundings = min(fit.energy for fit in found.fits if fit.name != UNCHANGED)
+    roundings = min(fit.energy for fit in found.fits if fit.candidate != UNCHANGED)
     enough = max((1 - _CLOSE) * found.size**2, _ARITHMETIC * roundings)
-    return found.finding is ServerFinding.CANDIDATE and found.fits[0].residual ** 2 > enough
+    return found.finding is ServerFinding.CANDIDATE and found.fits[0].residual_rms ** 2 > enough
 
 
 def _sum_of_faults(changes: Changes, base: str, names: Collection[str]) -> tuple[float, list[str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -26,72 +28,7 @@ _LEAST_TOKENS = 512
 _ONE = torch.tensor(1.0)
 _Pairs = Sequence[Sequence[torch.Tensor]]
 """The scales of K and V of each layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A candidate with scales that are lost (1.0), too small or mixed up."""
-
-    emulation: Candidate
-    effect: str
-    """What the server then does, in words."""
-    layer: int | None = None
-    """None: the scales of all layers."""
-    is_lost: bool = False
-    is_mixup: bool = False
-    """Whether the right scales are in the wrong places."""
-
-
-def list_query_faults(candidates: Sequence[Candidate]) -> dict[str, Fault]:
-    """List the candidates that quantize q with scales, at 1.0: they run beside the candidates."""
-    return dict(_lose_scales(each, Role.Q, "") for each in candidates if _find_scaled(each, Role.Q))
-
-
-def list_kv_faults(candidate: Candidate, geometry: ModelGeometry) -> dict[str, Fault]:
-    """List the faults of the scales of K and V, by their names: of single layers, then of all."""
-    faults = dict(_list_layer_faults(candidate, geometry))
-    # Where only K or V has scales, nothing but scale 1.0 is left without them.
-    if all(_find_scaled(candidate, role) for role in KV_ROLES):
-        faults |= (_lose_scales(candidate, role, " in all layers") for role in KV_ROLES)
-    return {**faults, **dict(_mix_up_scales(candidate, geometry))}
-
-
-def has_scaled_kv(candidate: Candidate) -> bool:
-    """Tell whether K or V of any layer has a scale other than 1.0."""
-    return bool(_find_scaled(candidate, *KV_ROLES))
-
-
-def _lose_scales(candidate: Candidate, role: Role, where: str) -> tuple[str, Fault]:
-    lost = _rescale(candidate, dict.fromkeys(_find_scaled(candidate, role), _ONE))
-    effect = f"{role} is quantized at scale 1.0{where}"
-    fault = Fault(emulation=lost, effect=effect, is_lost=True)
-    return f"{candidate.name} without its {role} scales", fault
-
-
-def _list_layer_faults(
-    candidate: Candidate, geometry: ModelGeometry
-) -> Iterator[tuple[str, Fault]]:
-    scaled = _find_scaled(candidate, *KV_ROLES)
-    for layer, attention in geometry.attentions():
-        own = {site: scale for site, scale in scaled.items() if site.module == attention.module}
-        if not own:
-            continue
-        index, place = layer.index, f"{candidate.name} with layer {layer.index}"
-        lost = _rescale(candidate, dict.fromkeys(own, _ONE))
-        effect = f"the k/v scales of layer {index} are not in use"
-        yield (
-            f"{place} at scale 1.0",
-            Fault(emulation=lost, effect=effect, layer=index, is_lost=True),
-        )
-        small = _rescale(candidate, {site: scale / CLIPPING for site, scale in own.items()})
-        effect = f"values of layer {index} clip, as its scales are too small"
-        yield (
-            f"{place} at 1/{CLIPPING} of its scales",
-            Fault(emulation=small, effect=effect, layer=index),
-        )
-
-
-_MIXUPS = (
+_MIXUPS: tuple[tuple[str, str, Callable[[_Pairs], _Pairs]], ...] = (
     (
         "k and v scales swapped",
         "k is quantized with the scales of v, and v with those of k",
@@ -116,24 +53,75 @@ _MIXUPS = (
 """Name, effect, and how the pairs of scales change."""
 
 
-def _mix_up_scales(candidate: Candidate, geometry: ModelGeometry) -> Iterator[tuple[str, Fault]]:
-    """Give K and V the scales of other places of the same shape; leave out what changes nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A candidate with scales that are lost (1.0), too small or mixed up."""
+
+    emulation: Candidate
+    effect: str
+    """What the server then does, in words."""
+    layer: int | None = None
+    """None: the scales of all layers."""
+    is_lost: bool = False
+    is_mixup: bool = False
+    """Whether the right scales are in the wrong places."""
+
+
+def list_query_faults(candidates: Sequence[Candidate]) -> dict[str, Fault]:
+    """List the candidates that quantize q with scales, at 1.0: they run beside the candidates."""
+    return {
+        f"{each.name} without its {Role.Q} scales": Fault(
+            emulation=_rescale(each, dict.fromkeys(scaled, _ONE)),
+            effect=f"{Role.Q} is quantized at scale 1.0",
+            is_lost=True,
+        )
+        for each in candidates
+        if (scaled := _find_scaled(each, Role.Q))
+    }
+
+
+def list_kv_faults(candidate: Candidate, geometry: ModelGeometry) -> dict[str, Fault]:
+    """List the faults of the scales of K and V, by their names: of single layers, then of all."""
+    scaled = _find_scaled(candidate, *KV_ROLES)
+    found: dict[str, Fault] = {}
+
+    def add(name: str, effect: str, scales: Mapping[Site, torch.Tensor], **kind: Any) -> None:
+        emulation = _rescale(candidate, scales)
+        found[f"{candidate.name} {name}"] = Fault(emulation=emulation, effect=effect, **kind)
+
+    for layer, attention in geometry.attentions():
+        own = {site: scale for site, scale in scaled.items() if site.module == attention.module}
+        if not own:
+            continue
+        index, lost = layer.index, dict.fromkeys(own, _ONE)
+        small = {site: scale / CLIPPING for site, scale in own.items()}
+        what, name = f"the k/v scales of layer {index} are not in use", f"with layer {index} at"
+        add(f"{name} scale 1.0", what, lost, layer=index, is_lost=True)
+        what = f"values of layer {index} clip, as its scales are too small"
+        add(f"{name} 1/{CLIPPING} of its scales", what, small, layer=index)
+    lost_roles = [[site for site in scaled if site.role is role] for role in KV_ROLES]
+    # Where only K or V has scales, nothing but scale 1.0 is left without them.
+    for role, sites in zip(KV_ROLES, lost_roles, strict=True) if all(lost_roles) else ():
+        what = f"{role} is quantized at scale 1.0 in all layers"
+        add(f"without its {role} scales", what, dict.fromkeys(sites, _ONE), is_lost=True)
     known = _find_static(candidate, *KV_ROLES)
     pairs = ([attention.site(role) for role in KV_ROLES] for _, attention in geometry.attentions())
-    sites = [pair for pair in pairs if all(site in known for site in pair)]
-    scales: _Pairs = [[known[site] for site in pair] for pair in sites]
+    places = [pair for pair in pairs if all(site in known for site in pair)]
     for mixup, effect, mix in _MIXUPS:
-        given: _Pairs = mix(scales)
+        given = mix([[known[site] for site in pair] for pair in places])
         changed = {
             site: scale
-            for places, pair in zip(sites, given, strict=True)
-            for site, scale in zip(places, pair, strict=True)
+            for site, scale in zip(chain(*places), chain(*given), strict=True)
             if scale.shape == known[site].shape and not torch.equal(scale, known[site])
         }
         if changed:
-            mixed_up = _rescale(candidate, changed)
-            fault = Fault(emulation=mixed_up, effect=effect, is_mixup=True)
-            yield f"{candidate.name} with {mixup}", fault
+            add(f"with {mixup}", effect, changed, is_mixup=True)
+    return found
+
+
+def has_scaled_kv(candidate: Candidate) -> bool:
+    """Tell whether K or V of any layer has a scale other than 1.0."""
+    return bool(_find_scaled(candidate, *KV_ROLES))
 
 
 def _find_static(candidate: Candidate, *roles: Role) -> dict[Site, torch.Tensor]:

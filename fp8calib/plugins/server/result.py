@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from fp8calib.commands.verify_run import VerifyResult
 from fp8calib.model.geometry import Frozen
 from fp8calib.verification.report import PairedResult
@@ -18,6 +20,8 @@ class ExplanationResult(Frozen):
     """None where one of the two changes nothing."""
     residual_rms: float
     """Root mean square of what is left."""
+    energy: float = Field(exclude=True, repr=False)
+    """Mean square of its own changes."""
 
 
 class EstimateResult(Frozen):

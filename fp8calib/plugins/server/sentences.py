@@ -52,13 +52,13 @@ def describe_diagnosis(
                 "neither has an FP8 KV cache, or both are one server."
             )
         case ServerFinding.UNQUANTIZED:
-            emulated = [fit for fit in found.fits if fit.name != UNCHANGED]
+            emulated = [fit for fit in found.fits if fit.candidate != UNCHANGED]
             least = min(emulated, key=lambda fit: fit.energy)
             is_sure = has_scales or found.size < _NOTHING
             other = "" if is_sure else ", or has scales that fit it: name them with --scales"
             text = (
                 f"The server behaves like the unquantized model: its KV cache is not FP8{other} "
-                f"(its changes are {found.size:.2g} nats, those of {least.name} "
+                f"(its changes are {found.size:.2g} nats, those of {least.candidate} "
                 f"{least.energy**0.5:.2g})."
             )
         case ServerFinding.OTHER_SCALES:

@@ -112,11 +112,18 @@ class EngineSettings:
             engine = _Run(llm, run.prepared, run.observe, run.header.num_sequences)
             with _open_drafter(self, run.checkpoint) as drafter:
                 engine.start(run.checkpoint.stored, drafter)
-            _refuse_unseen(engine.matched, self)
+            unseen = engine.matched.unseen
+            if self.needs_inputs and unseen:
+                site, why = next(iter(unseen.items()))
+                raise CalibrationError(
+                    f"{self.needs_inputs} needs the inputs of all linears, and vLLM does not show "
+                    f"{site}: {why}",
+                    hint="use `fp8calib calibrate`, or choose a recipe without scales of inputs",
+                )
             num_tokens = sum(batch.num_tokens for batch in todo)
             run.progress.stage("calibrating in vLLM", num_tokens, unit="tokens")
             _run_all(engine, todo, run.progress, run.journal)
-            return engine.stats(), engine.matched.unseen
+            return engine.stats(), unseen
 
     @property
     def drafter(self) -> Mapping[str, Any]:
@@ -151,16 +158,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UsageError("--engine-option speculative_config: write {method: ..., model: ...}")
         if name == "load_format" and value == "dummy":
             raise UsageError("--engine-option load_format=dummy: random weights")
-
-
-def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
-    if settings.needs_inputs and matched.unseen:
-        site, why = next(iter(matched.unseen.items()))
-        raise CalibrationError(
-            f"{settings.needs_inputs} needs the inputs of all linears, and vLLM does not show "
-            f"{site}: {why}",
-            hint="use `fp8calib calibrate`, or choose a recipe without scales of inputs",
-        )
 
 
 def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, journal: Journal | None) -> None:

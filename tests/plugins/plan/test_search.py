@@ -8,8 +8,8 @@ import pytest
 
 from fp8calib.plugins.plan import search
 from fp8calib.plugins.plan.search import (
-    Choice,
     Group,
+    GroupChoice,
     Picks,
     Sum,
     list_frontier,
@@ -41,7 +41,7 @@ class Drawn:
         """Give it to the code under test."""
         pairs = (zip(*each, strict=True) for each in zip(self.sizes, self.costs, strict=True))
         choices = (
-            [Choice(name="", size_bytes=size, plan={}, kld_mean=cost) for size, cost in each]
+            [GroupChoice(name="", size_bytes=size, plan={}, kld_mean=cost) for size, cost in each]
             for each in pairs
         )
         return [Group(name="", units=(), choices=tuple(each)) for each in choices]
