@@ -288,7 +288,8 @@ def make_group(path: str, state: str) -> LinearGroup:
 def describe_group(make: Callable[[], LinearReader], path: str, state: str = "config") -> str:
     """Give what `check` expects of a module in one word; "unknown" where it expects nothing."""
     try:
-        found = make().find_configured(make_group(path, state))
+        reader = make()
+        found = reader.find_configured(reader.name_as_listed(make_group(path, state)))
     except Unjudged:
         return "unknown"
     except Refusal:

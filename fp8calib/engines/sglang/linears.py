@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import Release
@@ -23,6 +22,7 @@ from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
+    Names,
     Unquantized,
     find_for_parts,
     list_strings,
@@ -57,6 +57,8 @@ class SglangReader(LinearReader):
     """The linears that a release creates."""
 
     engine = "sglang"
+    fp8_methods = ("fp8", "mxfp8")
+    fp8_algorithms = ("MXFP8",)
 
     @classmethod
     def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> SglangReader:
@@ -68,10 +70,6 @@ class SglangReader(LinearReader):
         section = _W4AFP8_LINEARS if is_replaced else quantization
         return cls(folder, section, geometry, release)
 
-    @property
-    def _is_mx(self) -> bool:
-        return self.method == "mxfp8" or self.algorithm == "MXFP8"
-
     def _list_excluded(self) -> list[str]:
         """List what the config leaves unquantized.
 
@@ -81,11 +79,11 @@ class SglangReader(LinearReader):
         section, keys = self.section, ("ignored_layers", "modules_to_not_convert")
         if self.method == "compressed-tensors":
             return list_strings(section, "ignore")
-        if self._is_mx and self.method != "mxfp8":
+        if self.is_fp8 and self.method not in self.fp8_methods:
             keys = ("exclude_modules", "ignore")
         elif self.method.startswith("modelopt"):
             return list_strings(section, "exclude_modules" if self.is_nested else "ignore")
-        elif self.method not in ("fp8", "mxfp8"):
+        elif not self.is_fp8:
             return []
         entries = list_strings(section, next((key for key in keys if key in section), keys[0]))
         bare = [entry.removeprefix("model.") for entry in entries]
@@ -100,56 +98,73 @@ class SglangReader(LinearReader):
         own = group.path.rpartition(".")[2]
         if is_quantized and len(group.members) == 1 and group.members[0].projection != own:
             raise Unjudged(f"{group.path} is joined of more than the checkpoint has")
-        if isinstance(self.find_configured(group), Unquantized) is is_quantized:
+        parts = tuple(each.module for each in group.members)
+        stored = Names(group.path, parts, group.kind, group.state)
+        if isinstance(self.find_configured(stored), Unquantized) is is_quantized:
             raise Unjudged(f"lists of the config may have to name {group.path} {group.listed}")
         return found
 
-    def find_configured(self, group: LinearGroup) -> Found:
+    def find_configured(self, names: Names) -> Found:
         """Find the scheme that the config gives to a group."""
-        found = self._find_fp8(group) if self._is_mx else super().find_configured(group)
+        is_head, is_compressed = names.kind == "head", self.method == "compressed-tensors"
+        if is_compressed and is_head and not self.release.has(_HEAD_COMPRESSED):
+            return Unquantized(why="this release does not quantize the output layer")
+        found = super().find_configured(names)
         if not isinstance(found, StoredScheme):
             return found
         if found.is_mx:
             if self.algorithm == "MIXED_PRECISION":
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
-            self._require_mx(self.method, group, _MX_ERRORS.get(self.method, ""))
-        is_compressed = self.method == "compressed-tensors"
-        if is_compressed and group.kind == "head" and found.weights is Granularity.BLOCK:
+            self.require_mx(self.method, names.kind, _MX_ERRORS.get(self.method, ""))
+        if is_compressed and is_head and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
 
-    def _find_compressed(self, group: LinearGroup) -> Found:
-        is_head = group.kind == "head"
-        if is_head and not self.release.has(_HEAD_COMPRESSED):
-            return Unquantized(why="this release does not quantize the output layer")
-        probe, is_expert = group, group.kind == "experts"
-        if is_expert:  # its names of projections, whatever the model's (`get_moe_scheme`)
-            first = group.members[0]
-            names = (f"{group.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
-            probe = replace(group, members=tuple(replace(first, module=name) for name in names))
+    def _find_excluded(self, names: Names) -> str | None:
+        """Find the entry of the config's list that excludes a group."""
+        is_expert, is_joined = names.kind == "experts", len(names.parts) > 1
 
         def find(path: str) -> str | None:
-            return self._find_entry(self._ignores, path, self.excluded)
+            return self.find_entry(matches, path, self.excluded)
 
-        # projections count in some classes alone
-        is_named = any(path in self.excluded for path in self._spell(group.path))
-        is_whole = not is_expert and (is_named or group.state == "joined")
-        entry = find(group.path) if is_whole else find_for_parts(probe, find)
-        if entry is not None:
-            return Unquantized.excluded_by(entry)
-        if is_expert:
-            target = self._find_expert_target(probe)
-        elif is_head:
-            target = next((each for each in self.targets if self._ignores(each, group.path)), None)
+        if self.method == "compressed-tensors":
+            matches = self._ignores
+            # projections count in some classes alone
+            is_named = any(path in self.excluded for path in self.spell(names.path))
+            if is_expert:
+                return find_for_parts(_name_expert(names), find)
+            is_whole = is_named or names.state == "joined"
+            return find(names.path) if is_whole else find_for_parts(names, find)
+        if is_expert and not self.is_fp8:
+            return self.find_entry(_matches_glob, names.path, self.excluded)
+        # `is_layer_skipped`
+        has_experts = is_expert or (not is_joined and "experts" in names.path)
+        matches = _skips_experts if has_experts else _skips
+        own = names.path.rpartition(".")[2]
+        is_split = names.state != "joined" or own in _FALLBACK_PROJECTIONS
+        if is_joined and is_split and not is_expert:
+            entry = find_for_parts(names, find)
         else:
-            by_name = self._find_path_target(group.path) or self._find_class_target(group)
-            target = by_name or (self._find_part_target(group) if group.state != "joined" else None)
+            entry = find(names.path)
+        if entry is None and not self.is_fp8:
+            return self.find_entry(_matches_glob, names.path, self.excluded)
+        return entry
+
+    def _find_compressed(self, names: Names) -> Found:
+        is_expert, is_head = names.kind == "experts", names.kind == "head"
+        if is_expert:
+            target = self.find_expert_target(_name_expert(names))
+        elif is_head:
+            target = next((each for each in self.targets if self._ignores(each, names.path)), None)
+        else:
+            last = ("parts",) if names.state != "joined" else ()
+            target = self.find_target(names, "path", "class", *last)
         if target is not None:
             return self._read_own(target, is_expert=is_expert)
         if is_head or not self.targets:
             return Unquantized(why="no config group has it")
-        why = f"no config group has {group.members[0].module} (ValueError)"
+        why = f"no config group has {names.parts[0]} (ValueError)"
         raise Refusal(why, fix="list it in `ignore`, or in a config group")
 
     def _read_own(self, target: str, *, is_expert: bool) -> StoredScheme:
@@ -184,43 +199,27 @@ class SglangReader(LinearReader):
             return entry.lower() in path.lower()
         return entry == path or path.endswith(f".{entry}")
 
-    def _find_skip(self, group: LinearGroup) -> str | None:
-        """Replay `is_layer_skipped` for linears other than experts."""
-
-        def find(path: str) -> str | None:
-            return self._find_entry(_skips, path, self.excluded)
-
-        name = group.path.rpartition(".")[2]
-        is_joined = len(group.members) > 1
-        if is_joined and (group.state != "joined" or name in _FALLBACK_PROJECTIONS):
-            return find_for_parts(group, find)
-        if "experts" in group.path and not is_joined:
-            names = [entry for entry in self.excluded if "experts" in entry]
-            entry = self._find_entry(lambda entry, path: path in entry, group.path, names)
-            if entry is not None:
-                return entry
-        return find(group.path)
-
-    @staticmethod
-    def _skips_experts(entry: str, path: str) -> bool:
-        """Match the experts of a layer, also with an entry for one of them."""
-        return _skips(entry, path) or LinearReader._skips_experts(entry, path)
-
-    def _find_exclusion(self, group: LinearGroup) -> str | None:
-        skip = None if group.kind == "experts" else self._find_skip(group)
-        entry = self._find_entry(_matches_glob, group.path, self.excluded)
-        return entry if skip is None else skip
-
-    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
+    def _quantizes_mixed(self, names: Names, algorithm: str) -> bool:
         layers = self.section.get("quantized_layers")
-        is_found = group.state != "joined" or (isinstance(layers, dict) and group.path in layers)
-        is_read = super()._quantizes_mixed(group, algorithm)
+        is_found = names.state != "joined" or (isinstance(layers, dict) and names.path in layers)
+        is_read = super()._quantizes_mixed(names, algorithm)
         return is_found and (is_read or algorithm != "FP8_PB_WO")
+
+
+def _name_expert(names: Names) -> Names:
+    """Name the first expert's projections as SGLang does, whatever the model's (get_moe_scheme)."""
+    parts = (f"{names.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
+    return names._replace(parts=tuple(parts))
 
 
 def _skips(entry: str, path: str) -> bool:
     """Match a module with its path, or whole parts of it."""
     return f".{entry.rstrip('.')}." in f".{path}."
+
+
+def _skips_experts(entry: str, path: str) -> bool:
+    """Match the experts of a layer, also with an entry for one of them."""
+    return _skips(entry, path) or ("experts" in entry and path in entry)
 
 
 def _matches_glob(entry: str, path: str) -> bool:

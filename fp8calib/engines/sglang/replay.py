@@ -21,12 +21,12 @@ from fp8calib.engines.replay.declared import (
     note_drafter,
 )
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.loaded_scales import LoadContext, Slot, open_indexed
+from fp8calib.engines.replay.loaded_scales import open_indexed
 from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict, Refusal, report_alike
 from fp8calib.engines.status import Status
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
-from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 _CLASS = "class"
@@ -65,6 +65,8 @@ _FUSED_BEFORE = {
 """Model types that fuse names under a projection first, and so lose scales with such names."""
 _PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
 _NEARLY = 1e-6
+_INNER = {"latent": "attn_mqa"}
+"""What SGLang calls the module in an attention that has the scales, where it is not `attn`."""
 _FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and .v_scale)"
 
 
@@ -77,32 +79,38 @@ def replay_sglang(
     """
     context = open_indexed(folder, geometry, error="RuntimeError")
     fault = find_fault(folder, geometry, release)
+    kinds = {layer.index: attention.kind for layer, attention in geometry.attentions()}
     paths = {
-        layer.index: _inner_path(attention)
-        for layer, attention in (geometry.attentions() if fault is None else ())
+        layer.index: f"{attention.checkpoint_module}.{_INNER.get(attention.kind, 'attn')}"
+        for layer, attention in geometry.attentions()
     }
     places = {
-        f"{path}.{role}_scale": (index, role) for index, path in paths.items() for role in KV_ROLES
+        f"{path}.{role}_scale": (index, role)
+        for index, path in (paths.items() if fault is None else ())
+        for role in KV_ROLES
     }
-    model_type = find_sglang_type(geometry, release)
-    if context.scales and has_class(geometry.architecture, release):
-        _refuse_strays(context, places, model_type, release)
+    model_type = release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
+    if has_class(geometry.architecture, release):
+        fix = _FIX.format(path=next(iter(paths.values()), "attn"))
+        if release.has(PLACELESS, geometry.model_type):
+            fix = _PLACELESS_FIX
+        for name, stored in context.scales.items():
+            target = name_sglang_parameter(name, model_type, release)
+            is_stray = target not in places
+            if why := _find_error(stored, target, model_type, release, is_stray=is_stray):
+                raise Refusal(f"{stored}: SGLang's {model_type} {why}", fix=fix)
     context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
     zero_is_unset = release.has(_ZERO_UNSET)
     layers = []
-    for layer, _ in geometry.attentions():
-        path = paths.get(layer.index, "")
+    for index, path in paths.items():
         why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
         absent = fault or (why, _FIX.format(path=path))
-        judge = context.judge_pair
-        layers.append(judge(layer.index, "SGLang", absent, zero_is_unset=zero_is_unset))
-    if any(context.optional.values()):
-        context.note_unread("SGLang does not read it, and does not use it to quantize the query")
+        layers.append(context.judge_pair(index, "SGLang", absent, zero_is_unset=zero_is_unset))
+    context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = context.report(layers)
     if fault is None and geometry.has_latent_attention:
         # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool),
         # and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
-        kinds = {layer.index: attention.kind for layer, attention in geometry.attentions()}
         report = report.put(
             {
                 slot: one.misread(_LATENTS, _LATENTS_FIX)
@@ -119,35 +127,65 @@ def replay_sglang(
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
 
 
-def find_sglang_type(geometry: ModelGeometry, release: Release) -> str:
-    """Find the model type under which facts say how SGLang loads the weights."""
-    return release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
-
-
 def has_class(architecture: str, release: Release) -> bool:
     """Tell whether a release is not older than a model's class."""
     is_later = bool(release.begins[_CLASS].get(architecture))
     return not is_later or release.has(_CLASS, architecture)
 
 
-_Fault = tuple[str, str]
-"""Why attention layers have no parameters for KV scales, and what to do."""
-
-
-def find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
-    """Say why attention layers have no parameters for KV scales; None if they have."""
-    fault = _find_config_fault(find_sglang_config(folder), release)
-    if fault is None and not has_class(geometry.architecture, release):
-        since = release.begins[_CLASS][geometry.architecture]
+def find_fault(
+    folder: ScaleFolder, geometry: ModelGeometry, release: Release
+) -> tuple[str, str] | None:
+    """Say why attention has no parameters for KV scales, and what to do; None if it has."""
+    why, fix = _explain_config(find_sglang_config(folder), release)
+    if not why and not has_class(geometry.architecture, release):
+        since, fix = release.begins[_CLASS][geometry.architecture], _NEWER_FIX
         why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
-        why = f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
-        fault = why, _NEWER_FIX
-    if fault is None and release.has(PLACELESS, geometry.model_type):
-        owner = f"{release.title}'s attention of {geometry.model_type}"
-        fault = f"{owner} has no parameters for KV scales, so it uses 1.0", _NEWER_FIX
-    if fault is not None and SGLANG_RELEASES[-1].has(PLACELESS, geometry.model_type):
-        return fault[0], _PLACELESS_FIX
-    return fault
+        why = f"{why}, and loads no KV scales with transformers' class"
+    elif not why and release.has(PLACELESS, geometry.model_type):
+        owner, fix = f"{release.title}'s attention of {geometry.model_type}", _NEWER_FIX
+        why = f"{owner} has no parameters for KV scales"
+    if SGLANG_RELEASES[-1].has(PLACELESS, geometry.model_type):
+        fix = _PLACELESS_FIX
+    return (f"{why}, so it uses 1.0", fix) if why else None
+
+
+def _explain_config(quantization: Mapping[str, object] | None, release: Release) -> tuple[str, str]:
+    """Say why no layer has such parameters under a config, and what to do; empty if it has."""
+    method = str((quantization or {}).get("quant_method", "modelopt"))
+    why, fix = "", _SCHEME_FIX
+    if quantization is None:
+        why = "without a quantization_config no layer has parameters for KV scales"
+    elif method == "compressed-tensors" and not release.has(_KV_COMPRESSED):
+        since, fix = release.begins[_KV_COMPRESSED][""], _NEWER_FIX
+        why = f"{release.title} loads no KV scales with quant_method {method}, which {since} does"
+    elif method == "compressed-tensors":
+        scheme = quantization.get("kv_cache_scheme")
+        if scheme is None:
+            why = "without a kv_cache_scheme no layer has parameters for KV scales"
+        elif not isinstance(scheme, dict):
+            raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
+        elif (
+            not scheme.get("symmetric", True)
+            or scheme.get("dynamic", False)
+            or any(scheme.get(key) != value for key, value in _STATIC_FP8.items())
+        ):
+            kind = "static symmetric per-tensor FP8"
+            why = f"kv_cache_scheme is ignored, because only {kind} is supported"
+    elif method.startswith("modelopt"):
+        section = find_modelopt_section(quantization)
+        if section.get("quant_algo") is None:
+            error = "Cannot find 'quant_algo' in the model's quantization config"
+            raise Refusal(error, fix="write the scales as compressed-tensors does (kv-overlay)")
+        scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
+        if isinstance(scheme, dict):
+            algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
+        if not algorithm and "FP4" not in str(section["quant_algo"]):
+            why = "the ModelOpt config does not quantize the KV cache"
+    elif method not in ("fp8", "quark", "mxfp8"):
+        why, fix = f"quant_method {method[:40]!a} has no parameters for KV scales", METHODS_FIX
+    return why, fix
 
 
 def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
@@ -167,56 +205,6 @@ def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
     if section.get("quant_algo") != "MIXED_PRECISION" or is_mixed:
         return quantization
     return {**quantization, "quant_method": "w4afp8"}
-
-
-_E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
-
-
-def _find_config_fault(
-    quantization: Mapping[str, object] | None, release: Release
-) -> _Fault | None:
-    if quantization is None:
-        why = "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
-        return why, _SCHEME_FIX
-    method = str(quantization.get("quant_method", "modelopt"))
-    why = ""
-    if method == "compressed-tensors" and not release.has(_KV_COMPRESSED):
-        since = release.begins[_KV_COMPRESSED][""]
-        why = f"{release.title} loads no KV scales with quant_method {method}, which {since} does"
-        return f"{why}, so it uses 1.0", _NEWER_FIX
-    if method == "compressed-tensors":
-        scheme = quantization.get("kv_cache_scheme")
-        if scheme is None:
-            why = "without a kv_cache_scheme no layer has parameters for KV scales"
-        elif not isinstance(scheme, dict):
-            raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
-        elif (
-            not scheme.get("symmetric", True)
-            or scheme.get("dynamic", False)
-            or any(scheme.get(key) != value for key, value in _STATIC_FP8.items())
-        ):
-            kind = "static symmetric per-tensor FP8"
-            why = f"kv_cache_scheme is ignored, because only {kind} is supported"
-    elif method.startswith("modelopt"):
-        section = find_modelopt_section(quantization)
-        if section.get("quant_algo") is None:
-            why = "Cannot find 'quant_algo' in the model's quantization config"
-            raise Refusal(why, fix="write the scales as compressed-tensors does (kv-overlay)")
-        scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
-        if isinstance(scheme, dict):
-            algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-        # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
-        if not algorithm and "FP4" not in str(section["quant_algo"]):
-            why = "the ModelOpt config does not quantize the KV cache"
-    elif method not in ("fp8", "quark", "mxfp8"):
-        why = f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
-        return why, METHODS_FIX
-    return (f"{why}, so it uses 1.0", _SCHEME_FIX) if why else None
-
-
-def _inner_path(attention: Attention) -> str:
-    inner = "attn_mqa" if attention.kind == "latent" else "attn"
-    return f"{attention.checkpoint_module}.{inner}"
 
 
 def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
@@ -255,41 +243,29 @@ def _remap(name: str) -> str:
     return name
 
 
-def _refuse_strays(
-    context: LoadContext, places: Mapping[str, Slot], model_type: str, release: Release
-) -> None:
-    is_strict, indexes, fuses_first = (
-        release.has(fact, model_type) for fact in (_IS_STRICT, _INDEXES, _FUSES_FIRST)
-    )
-    for name, stored in context.scales.items():
-        target = name_sglang_parameter(name, model_type, release)
-        is_stray = target not in places
-        asserts = model_type == "qwen3_next" and not release.has(PLACELESS, model_type)
-        if is_strict and is_stray and not _is_passed(stored, model_type, asserts=asserts):
-            error = "AssertionError" if asserts else "KeyError"
-            fault = f"has no such parameter ({error})"
-        elif indexes and is_stray and target == name:
-            fault = "has no such parameter (KeyError)"
-        elif fuses_first and _PROJECTION.search(name):
-            fault = "looks for it in qkv_proj (KeyError)"
-        else:
-            continue
-        why = f"{stored}: SGLang's {model_type} {fault}"
-        paths = (_inner_path(attention) for _, attention in context.geometry.attentions())
-        has_none = release.has(PLACELESS, context.geometry.model_type)
-        fix = _PLACELESS_FIX if has_none else _FIX.format(path=next(paths, "attn"))
-        raise Refusal(why, fix=fix)
+def _find_error(
+    stored: FoundScale, target: str, model_type: str, release: Release, *, is_stray: bool
+) -> str:
+    """Say why a model's loader raises an error for a scale; empty if it does not.
+
+    `target` is what it calls the parameter; `is_stray`: the model has none of that name.
+    """
+    name, is_next = stored.name, model_type == "qwen3_next"
+    asserts = is_next and not release.has(PLACELESS, model_type)  # that it is 1.0
+    is_passed = model_type in _PASSING_SINGLE and name.endswith(".kv_scale")
+    if is_next and "mtp" in name:
+        is_passed = True
+    elif asserts:
+        is_passed = len(stored.values) == 1 and abs(stored.values[0] - 1.0) < _NEARLY
+    if is_stray and release.has(_IS_STRICT, model_type) and not is_passed:
+        return f"has no such parameter ({'AssertionError' if asserts else 'KeyError'})"
+    if is_stray and target == name and release.has(_INDEXES, model_type):
+        return "has no such parameter (KeyError)"
+    is_fused = release.has(_FUSES_FIRST, model_type) and _PROJECTION.search(name)
+    return "looks for it in qkv_proj (KeyError)" if is_fused else ""
 
 
-def _is_passed(stored: FoundScale, model_type: str, *, asserts: bool) -> bool:
-    """Check whether a strict loader skips this name without an error, or asserts that it is 1.0."""
-    if model_type == "qwen3_next" and "mtp" in stored.name:
-        return True
-    if asserts:
-        return len(stored.values) == 1 and abs(stored.values[0] - 1.0) < _NEARLY
-    return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
-
-
+_E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 _LATENTS = "SGLang stores latents unscaled; TRT-LLM and FlashMLA multiply the logits by k_scale"
 _LATENTS_FIX = "serve it without scales, or with scales of 1.0"
 _SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
@@ -325,7 +301,8 @@ def replay_json(
     has_own = has_class(geometry.architecture, release) and not is_wrapped
     fix = "serve a kv-overlay instead"
     if not has_own or not release.has(_READS_FILE, geometry.model_type):
-        owner = f"{release.title}'s {find_sglang_type(geometry, release)}"
+        model_type = release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
+        owner = f"{release.title}'s {model_type}"
         raise Refusal(f"{owner} reads no file of scales: RuntimeError at start", fix=fix)
     document = load_json(path)
     cache = document.get("kv_cache") if isinstance(document, dict) else None

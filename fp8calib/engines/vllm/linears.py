@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from fnmatch import fnmatch
 
 from fp8calib.checkpoint.header import TensorEntry
@@ -26,6 +25,7 @@ from fp8calib.engines.weights.reader import (
     ConfigSection,
     Found,
     LinearReader,
+    Names,
     Unquantized,
     find_for_parts,
     list_strings,
@@ -67,7 +67,6 @@ class VllmReader(LinearReader):
             nested = {"quant_algo": "MXFP8", **listed}
             section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(folder, section, geometry, release)
-        self._exact = frozenset(self.excluded)
         if release.has(_RENAMING, geometry.model_type):
             self.renamed = _RENAMED
         types = release.list_values(BFLOAT16_TYPES)
@@ -112,8 +111,8 @@ class VllmReader(LinearReader):
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
-        if self.method == "quark" and group.state in BY_CONFIG:
-            self._require_excluded(self._name_as_listed(group))
+        if self.method == "quark" and group.state in BY_CONFIG and group.kind != "head":
+            self._require_excluded(self.name_as_listed(group))
         found = super().find_scheme(group)
         if not isinstance(found, StoredScheme):
             return found
@@ -125,88 +124,83 @@ class VllmReader(LinearReader):
                 why = f"{self.release.title} loads no experts in {what} of auto-round"
                 raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)
         elif found.is_mx:
-            self._require_mx(self._mx_form, group, "ValueError")
+            self.require_mx(self._mx_form, group.kind, "ValueError")
         elif group.kind == "head" and found.weights is Granularity.BLOCK:
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
-    def _name_as_listed(self, group: LinearGroup) -> LinearGroup:
-        """Give a group the paths that lists may name: only that of the whole, if it is joined."""
-        listed = super()._name_as_listed(group)
-        if group.state != "joined":
-            return listed
-        return replace(listed, members=(replace(listed.members[0], module=listed.path),))
+    def name_as_listed(self, group: LinearGroup) -> Names:
+        """Name a group by the path of the whole alone, if the class joins it."""
+        names = super().name_as_listed(group)
+        return names._replace(parts=(names.path,)) if group.state == "joined" else names
 
-    def _require_excluded(self, group: LinearGroup) -> None:
+    def _require_excluded(self, names: Names) -> None:
         """Require that a Quark config for the KV cache alone excludes a group.
 
         vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
         """
-        is_whole = isinstance(self.section.get("layer_type_quant_config"), dict)
-        if is_whole or group.kind == "head":
+        if isinstance(self.section.get("layer_type_quant_config"), dict):
             return
         entries = list_strings(self.section, "exclude")
 
         def find(path: str) -> str | None:
-            return self._find_entry(matches_target, path, entries)
+            return self.find_entry(matches_target, path, entries)
 
-        is_left_out = find(group.path) is not None
-        if group.kind == "experts":
-            is_left_out |= any(entry.startswith(f"{group.path}.") for entry in entries)
+        is_left_out = find(names.path) is not None
+        if names.kind == "experts":
+            is_left_out |= any(entry.startswith(f"{names.path}.") for entry in entries)
         elif not is_left_out:
-            is_left_out = find_for_parts(group, find) is not None
+            is_left_out = find_for_parts(names, find) is not None
         if not is_left_out:
-            why = f"the Quark config excludes no {group.path} (AttributeError)"
+            why = f"the Quark config excludes no {names.path} (AttributeError)"
             raise Refusal(why, fix="exclude it by this name, or export with Quark 0.13")
 
-    def _find_covering(self, group: LinearGroup, find: Callable[[str], str | None]) -> str | None:
-        """Find the entry for a group, by its parts or, if that may be, by the joined module."""
+    def _find_excluded(self, names: Names) -> str | None:
+        """Find the entry of the config's list that excludes a group.
+
+        Of joined projections each is compared, and the whole exactly. ModelOpt's list has names,
+        parts of them and globs too.
+        """
+        is_expert, is_compressed = names.kind == "experts", self.method == "compressed-tensors"
+
+        def find_exactly(path: str) -> str | None:
+            return next((each for each in self.spell(path) if each in self.excluded), None)
+
+        def find_target(path: str) -> str | None:
+            return self.find_entry(matches_target, path, self.excluded)
+
+        def matches(entry: str, path: str) -> bool:
+            if is_expert and "experts" in entry and entry in path:
+                return True
+            is_part = entry != path and entry in path
+            return self.method != "fp8" and (is_part or fnmatch(path, entry))
+
         entry = None
-        if group.kind != "experts" and len(group.members) > 1:
-            is_matched = self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED)
-            entry = (find if is_matched else self._find_exact)(group.path)
-        return find_for_parts(group, find) if entry is None else entry
+        if is_compressed or not is_expert:
+            if len(names.parts) > 1 and not is_expert:
+                is_matched = is_compressed and self.release.has(_IGNORES_JOINED)
+                entry = (find_target if is_matched else find_exactly)(names.path)
+            parts = self._take_first_expert(names) if is_expert else names
+            entry = entry or find_for_parts(parts, find_target if is_compressed else find_exactly)
+        if entry is not None or is_compressed or (self.method == "fp8" and not is_expert):
+            return entry
+        return self.find_entry(matches, names.path, self.excluded)
 
-    def _find_exact(self, path: str) -> str | None:
-        return next((name for name in self._spell(path) if name in self._exact), None)
-
-    def _find_compressed(self, group: LinearGroup) -> Found:
-        if group.kind == "experts":  # the projections of the first expert decide for the layer
-            first = f"{group.members[0].module.rpartition('.')[0]}."
-            members = tuple(each for each in group.members if each.module.startswith(first))
-            group = replace(group, members=members)
-
-        def find(path: str) -> str | None:
-            return self._find_entry(matches_target, path, self.excluded)
-
-        if (entry := self._find_covering(group, find)) is not None:
-            return Unquantized.excluded_by(entry)
-        if group.kind == "experts":
-            target = self._find_expert_target(group)
+    def _find_compressed(self, names: Names) -> Found:
+        if names.kind == "experts":
+            target = self.find_expert_target(self._take_first_expert(names))
         else:
-            ways = [self._find_part_target, self._find_class_target]
-            if self.release.has(_CLASS_FIRST):
-                ways.reverse()
-            target = self._find_path_target(group.path) or ways[0](group) or ways[1](group)
+            ways = ("class", "parts") if self.release.has(_CLASS_FIRST) else ("parts", "class")
+            target = self.find_target(names, "path", *ways)
         if target is None:
             return Unquantized(why="no config group has it")
         return read_compressed_group(
             self.targets[target], self.section.get("format"), CONFIG_FORMATS
         )
 
-    def _find_skip(self, group: LinearGroup) -> str | None:
-        return self._find_covering(group, self._find_exact)
-
-    def _find_exclusion(self, group: LinearGroup) -> str | None:
-        """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
-        is_expert = group.kind == "experts"
-        if not is_expert and (skip := self._find_skip(group)) is not None:
-            return skip
-
-        def matches(entry: str, name: str) -> bool:
-            is_part = entry != name and entry in name
-            return (
-                is_part or (is_expert and self._skips_experts(entry, name)) or fnmatch(name, entry)
-            )
-
-        return self._find_entry(matches, group.path, self.excluded)
+    @staticmethod
+    def _take_first_expert(names: Names) -> Names:
+        """Leave the projections of the first expert, which decide for the layer."""
+        first = f"{names.parts[0].rpartition('.')[0]}."
+        parts = tuple(each for each in names.parts if each.startswith(first))
+        return names._replace(parts=parts)

@@ -9,7 +9,7 @@ of it, read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +46,42 @@ class Expected:
     """It may hold zeros, as the scales of groups of zeros do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OtherScheme:
     """A form of compressed-tensors that vLLM serves, and that is not FP8."""
 
     form: str
-    list_expected: Callable[[int, int], dict[str, Expected]]
-    """Lists the tensors of a linear by its rows and columns."""
+    bits: int
+    group_size: int
+    has_numbers: bool
+    """Each weight has one scale."""
+    has_static_inputs: bool
+
+    def list_expected(self, rows: int, columns: int) -> dict[str, Expected]:
+        """List the tensors of a linear of this form."""
+        number = Expected(shapes=_NUMBER, is_shared=True)
+        if self.form == _INT8:
+            expected = {
+                WEIGHT: Expected(shapes=((rows, columns),), dtypes=("I8",)),
+                _SCALE: Expected(
+                    shapes=_NUMBER if self.has_numbers else ((rows, 1),), may_be_zero=True
+                ),
+            }
+            return expected | ({INPUT_SCALE: number} if self.has_static_inputs else {})
+        if self.form == _INTS:  # of 4 or 8 bits in words of 32
+            groups = columns // self.group_size if self.group_size > 0 else 1
+            words = -(-columns * self.bits // 32)
+            return {
+                _PACKED: Expected(shapes=((rows, words),), dtypes=("I32",)),
+                _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
+                _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
+            }
+        expected = {
+            _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
+            _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
+            "weight_global_scale": Expected(shapes=_NUMBER),
+        }
+        return expected | ({"input_global_scale": number} if self.has_static_inputs else {})
 
 
 def list_expected(
@@ -179,40 +208,20 @@ def _read_other(
     quantizer: _Quantizer, weights: str, inputs: str, form: object
 ) -> OtherScheme | None:
     """Read a form that is not FP8."""
-    number = Expected(shapes=_NUMBER, is_shared=True)
-    bits, size = quantizer.num_bits, quantizer.group_size or 0
-
-    def expect_int8(rows: int, columns: int) -> dict[str, Expected]:
-        shapes = _NUMBER if weights == "int8 per tensor" else ((rows, 1),)
-        return {
-            WEIGHT: Expected(shapes=((rows, columns),), dtypes=("I8",)),
-            _SCALE: Expected(shapes=shapes, may_be_zero=True),
-            **({INPUT_SCALE: number} if inputs == "int8 per tensor" else {}),
-        }
-
-    def expect_ints(rows: int, columns: int) -> dict[str, Expected]:
-        """Expect integers of 4 or 8 bits in words of 32."""
-        groups = columns // size if size > 0 else 1
-        return {
-            _PACKED: Expected(shapes=((rows, -(-columns * bits // 32)),), dtypes=("I32",)),
-            _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
-            _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
-        }
-
-    def expect_nvfp4(rows: int, columns: int) -> dict[str, Expected]:
-        return {
-            _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
-            _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
-            "weight_global_scale": Expected(shapes=_NUMBER),
-            **({"input_global_scale": number} if inputs in _FP4_INPUTS else {}),
-        }
-
-    is_int8 = weights in ("int8 per tensor", "int8 per channel")
-    if form == _INT8 and is_int8 and inputs in ("int8 per tensor", "dynamic int8 per token"):
-        return OtherScheme(_INT8, expect_int8)
+    bits = quantizer.num_bits
     is_packed = weights.startswith((f"int{bits} per group of", f"int{bits} per channel"))
-    if form == _INTS and is_packed and bits in (4, 8) and inputs == _PLAIN:
-        return OtherScheme(_INTS, expect_ints)
-    if form == _NVFP4 and weights == _FP4 and inputs in (_PLAIN, *_FP4_INPUTS):
-        return OtherScheme(_NVFP4, expect_nvfp4)
-    return None
+    served = {
+        _INT8: weights in ("int8 per tensor", "int8 per channel")
+        and inputs in ("int8 per tensor", "dynamic int8 per token"),
+        _INTS: is_packed and bits in (4, 8) and inputs == _PLAIN,
+        _NVFP4: weights == _FP4 and inputs in (_PLAIN, *_FP4_INPUTS),
+    }
+    if not isinstance(form, str) or not served.get(form):
+        return None
+    return OtherScheme(
+        form=form,
+        bits=bits,
+        group_size=quantizer.group_size or 0,
+        has_numbers=weights == "int8 per tensor",
+        has_static_inputs=inputs in ("int8 per tensor", *_FP4_INPUTS),
+    )

@@ -15,8 +15,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import TEXT_KEYS
@@ -26,7 +27,7 @@ from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.forms import OtherScheme
-from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -40,13 +41,12 @@ from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 ConfigSection = Mapping[str, object]
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}
 """Other names of methods; the second is a subclass (vLLM 0.32.0 `deepseek_v4/quant_config.py`)."""
-_KNOWN = ("compressed-tensors", "fp8")
+_KNOWN = ("", "compressed-tensors", "fp8")
 """Methods whose config is read here; so is that of `modelopt` with its variants."""
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
 _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
-_UNLISTED = "quantized_layers does not list it"
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
 _MX_FORMS = ("compressed-tensors", "modelopt", "mxfp8")
@@ -65,14 +65,21 @@ class Unquantized:
     is_excluded: bool = False
     """Whether the config lists it among what is not quantized."""
 
-    @classmethod
-    def excluded_by(cls, entry: str) -> Unquantized:
-        """Say that an entry of the config excludes a group."""
-        return cls(why=f"the config excludes {entry!a:.80}", is_excluded=True)
-
 
 Found = StoredScheme | OtherScheme | Unquantized
 """How an engine creates a group."""
+
+
+class Names(NamedTuple):
+    """What the lists of a config may call a group of linears."""
+
+    path: str
+    """The joined module."""
+    parts: tuple[str, ...]
+    """Its projections."""
+    kind: str
+    state: str
+    """As `LinearGroup` has them."""
 
 
 class LinearReader(ABC):
@@ -85,6 +92,9 @@ class LinearReader(ABC):
 
     engine: str
     """`vllm` or `sglang`."""
+    fp8_methods: tuple[str, ...] = ("fp8",)
+    fp8_algorithms: tuple[str, ...] = ()
+    """By what the engine reads a config as one of its `fp8` method."""
     renamed: Mapping[str, str] = MappingProxyType({})
     """Names of scales, and others that the model's loader takes too."""
 
@@ -98,8 +108,10 @@ class LinearReader(ABC):
         self.is_nested = isinstance(nested, dict)
         method = str(section.get("quant_method") or ("modelopt" if self.is_nested else "")).lower()
         self.method = _METHODS.get(method, method)
+        self._has_rules = self.method in _KNOWN or self.method.startswith("modelopt")
         self.section: ConfigSection = nested if isinstance(nested, dict) else section
         self.algorithm = str(self.section.get("quant_algo")).upper()
+        self.is_fp8 = self.method in self.fp8_methods or self.algorithm in self.fp8_algorithms
         self.excluded = self._list_excluded()
         groups = section.get("config_groups")
         self.targets = {
@@ -122,25 +134,16 @@ class LinearReader(ABC):
         """List what the config leaves unquantized."""
 
     @abstractmethod
-    def _find_compressed(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of compressed-tensors."""
+    def _find_excluded(self, names: Names) -> str | None:
+        """Find the entry of that list that excludes a group, by the rules of the method."""
 
     @abstractmethod
-    def _find_skip(self, group: LinearGroup) -> str | None:
-        """Find the entry of the `fp8` method's list that excludes a group without experts."""
+    def _find_compressed(self, names: Names) -> Found:
+        """Find the scheme of a group that compressed-tensors does not exclude."""
 
-    @staticmethod
-    def _skips_experts(entry: str, path: str) -> bool:
-        """Check whether an entry of the `fp8` method's list excludes the experts at a path."""
-        return "experts" in entry and path in entry
-
-    @abstractmethod
-    def _find_exclusion(self, group: LinearGroup) -> str | None:
-        """Find the entry of ModelOpt's list that excludes a group."""
-
-    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
+    def _quantizes_mixed(self, names: Names, algorithm: str) -> bool:
         """Check whether the release quantizes a group of mixed precision by `algorithm`."""
-        what = "expert" if group.kind == "experts" else "linear"
+        what = "expert" if names.kind == "experts" else "linear"
         return algorithm in self.release.list_values(f"mixed precision {what}")
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
@@ -149,52 +152,45 @@ class LinearReader(ABC):
         Other methods may name codes and scales in another way, so that not all of their linears
         are found among the tensors.
         """
-        if tensors and self.method not in ("", *_KNOWN) and not self.method.startswith("modelopt"):
-            self._require_finder()
+        if tensors and not self._has_rules and self._find_stored is None:
+            raise Unjudged(f"weights of quant_method {self.method!a:.40} are not judged offline")
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which the engine creates a group; `Refusal` where it does not."""
         if group.state == "plain":
             return Unquantized(why="the engine's class creates it without the config")
-        return self.find_configured(self._name_as_listed(group))
+        return self.find_configured(self.name_as_listed(group))
 
-    def _name_as_listed(self, group: LinearGroup) -> LinearGroup:
-        """Give a group the paths that the engine compares with the lists of a config."""
+    def name_as_listed(self, group: LinearGroup) -> Names:
+        """Name a group as the engine does where it compares it with the lists of a config."""
         path = group.listed or group.path
         if path == group.path:
-            return group
-        parent = path.rpartition(".")[0]
-
-        def rename(linear: StoredLinear) -> StoredLinear:
-            name = path if len(group.members) == 1 else f"{parent}.{linear.projection}"
-            if group.kind == "experts":
-                name = f"{path}{linear.module.removeprefix(group.path)}"
-            return replace(linear, module=name)
-
-        return replace(group, path=path, members=tuple(map(rename, group.members)))
-
-    def find_configured(self, group: LinearGroup) -> Found:
-        """Find the scheme that the config gives to a group; refuse it as the engine does."""
-        if not self.method:
-            return Unquantized(why="there is no quantization config")
-        if self.method == "compressed-tensors":
-            return self._find_compressed(group)
-        if self.method == "fp8":
-            return self._find_fp8(group)
-        if self.method.startswith("modelopt"):
-            return self._find_modelopt(group)
-        return self._find_named(group)
-
-    def _find_fp8(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of the `fp8` method, which has one for all linears."""
-        if group.kind == "head":
-            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
-        if group.kind == "experts":
-            entry = self._find_entry(self._skips_experts, group.path, self.excluded)
+            parts = [each.module for each in group.members]
+        elif group.kind == "experts":
+            parts = [f"{path}{each.module.removeprefix(group.path)}" for each in group.members]
+        elif len(group.members) == 1:
+            parts = [path]
         else:
-            entry = self._find_skip(group)
-        if entry is not None:
-            return Unquantized.excluded_by(entry)
+            parts = [f"{path.rpartition('.')[0]}.{each.projection}" for each in group.members]
+        return Names(path, tuple(parts), group.kind, group.state)
+
+    def find_configured(self, names: Names) -> Found:
+        """Find the scheme that the config gives to a group; refuse it as the engine does."""
+        if self.is_fp8 and names.kind == "head":
+            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
+        if not self.method and not self.is_fp8:
+            return Unquantized(why="there is no quantization config")
+        if not self._has_rules and not self.is_fp8:
+            return self._find_named(names)
+        if (entry := self._find_excluded(names)) is not None:
+            return Unquantized(why=f"the config excludes {entry!a:.80}", is_excluded=True)
+        if self.is_fp8:
+            return self._find_fp8()
+        is_compressed = self.method == "compressed-tensors"
+        return self._find_compressed(names) if is_compressed else self._find_modelopt(names)
+
+    def _find_fp8(self) -> StoredScheme:
+        """Find the scheme of the `fp8` method, which has one for all linears."""
         block = self.section.get("weight_block_size")
         if "MXFP8" in (str(self.section.get("quant_method")).upper(), self.algorithm):
             block = list(MX_BLOCK)
@@ -207,69 +203,61 @@ class LinearReader(ABC):
         size = (block[0], block[1])
         return StoredScheme(weights=Granularity.BLOCK, block=size, inputs=InputScaling.GROUP)
 
-    def _find_modelopt(self, group: LinearGroup) -> Found:
+    def _find_modelopt(self, names: Names) -> Found:
         """Find a group's scheme by ModelOpt's rules: one algorithm for all, or mixed precision."""
-        if (entry := self._find_exclusion(group)) is not None:
-            return Unquantized.excluded_by(entry)
-        if any(part in group.path for part in _VISION):
+        if any(part in names.path for part in _VISION):
             return Unquantized(why="the engine's ModelOpt method does not quantize vision towers")
         is_mixed = self.algorithm == "MIXED_PRECISION"
-        algorithm = self._find_algorithm(group) if is_mixed else self.algorithm
+        algorithm = self._find_algorithm(names) if is_mixed else self.algorithm
         if algorithm in ("", "NONE"):
-            why = "the config names no quant_algo" if algorithm else _UNLISTED
-            return Unquantized(why=why)
+            unlisted = "quantized_layers does not list it"
+            return Unquantized(why="the config names no quant_algo" if algorithm else unlisted)
         scheme = read_algorithm(algorithm)
         if scheme is None:
             raise Unjudged(f"weights of quant_algo {algorithm!a:.40} are not judged offline")
-        if is_mixed and not self._quantizes_mixed(group, algorithm):
+        if is_mixed and not self._quantizes_mixed(names, algorithm):
             return Unquantized(why=f"this release does not quantize {algorithm} here")
         return scheme
 
-    def _find_algorithm(self, group: LinearGroup) -> str:
+    def _find_algorithm(self, names: Names) -> str:
         """Find a group's algorithm in a mixed precision; empty if it is not listed."""
         listed = self.section.get("quantized_layers")
         layers = listed if isinstance(listed, dict) else {}
-        names = [group.path, *(each.module for each in group.members)]
-        if group.kind == "experts":
-            starts = (f"{group.path}.", group.path.removesuffix("experts"))
-            names = [name for start in starts for name in layers if name.startswith(start)][:1]
+        keys = [names.path, *names.parts]
+        if names.kind == "experts":
+            starts = (f"{names.path}.", names.path.removesuffix("experts"))
+            keys = [name for start in starts for name in layers if name.startswith(start)][:1]
         found = {
             str(fields.get("quant_algo")).upper()
-            for name in names
+            for name in keys
             if isinstance(fields := layers.get(name), dict)
         }
         if len(found) > 1:
-            joined = name_fused_group(group.members[0].module)
-            why = (
-                f"{joined} becomes one weight, but has the quant_algo {' and '.join(sorted(found))}"
-            )
-            raise Refusal(f"{why} (ValueError)", fix=_PART_FIX)
+            joined, algorithms = name_fused_group(names.parts[0]), " and ".join(sorted(found))
+            why = f"{joined} becomes one weight, but has the quant_algo {algorithms} (ValueError)"
+            raise Refusal(why, fix=_PART_FIX)
         return found.pop() if found else ""
 
-    def _require_finder(self) -> FindScheme:
+    def _find_named(self, names: Names) -> Found:
+        """Find a group's scheme by what the folder's dialect says of the path of each linear."""
         if self._find_stored is None:
             raise Unjudged(f"weights of quant_method {self.method!a:.40} are not judged offline")
-        return self._find_stored
-
-    def _find_named(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by what the folder's dialect says of the path of each linear."""
-        find_stored = self._require_finder()
         schemes: dict[str, StoredScheme] = {}
         why = ""
-        for each in group.members:
+        for part in names.parts:
             try:
-                schemes[each.module] = find_stored(each.module)
+                schemes[part] = self._find_stored(part)
             except ContradictionError as error:
                 why = error.message.partition("is FP8, but ")[2] or error.message
             except ModelError as error:
                 raise Unjudged(error.message) from error
-        if find_for_parts(group, lambda path: None if path in schemes else path) is not None:
+        if find_for_parts(names, lambda part: None if part in schemes else part) is not None:
             return Unquantized(why=why)
         if len(set(schemes.values())) > 1:
-            raise Unjudged(f"the linears of {group.path} have several schemes")
+            raise Unjudged(f"the linears of {names.path} have several schemes")
         return next(iter(schemes.values()))
 
-    def _spell(self, path: str) -> list[str]:
+    def spell(self, path: str) -> list[str]:
         """List the spellings of a module's path."""
         if not self._is_wrapped:
             return [path]
@@ -279,24 +267,31 @@ class LinearReader(ABC):
         tail = ".".join(parts)
         return [path, *(f"{prefix}{tail}" for prefix in _PREFIXES)]
 
-    def _find_entry(
+    def find_entry(
         self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
     ) -> str | None:
         """Find the first entry of a list that matches a module's path in one of its spellings."""
-        names = self._spell(path)
-        return next((entry for entry in entries if any(matches(entry, n) for n in names)), None)
+        spellings = self.spell(path)
+        return next((each for each in entries if any(matches(each, s) for s in spellings)), None)
 
-    def _find_path_target(self, path: str) -> str | None:
-        """Find the first target of compressed-tensors that matches a module's path."""
-        return self._find_entry(matches_target, path, self.targets)
+    def find_target(self, names: Names, *ways: str) -> str | None:
+        """Find the target of a config group for a linear, in several ways one after another.
 
-    def _find_part_target(self, group: LinearGroup) -> str | None:
-        """Find the target of the first projection, where all of them have one."""
-        parts = [self._find_path_target(each.module) for each in group.members]
-        return parts[0] if None not in parts else None
+        The ways are `path`, that of the whole; `parts`, that of the first projection, where all
+        have one; `class`, Linear, of which the output layer is not.
+        """
+        for way in ways:
+            paths = names.parts if way == "parts" else (names.path,)
+            if way == "class":
+                found = [self._find_class_target(names.kind)]
+            else:
+                found = [self.find_entry(matches_target, each, self.targets) for each in paths]
+            if None not in found:
+                return found[0]
+        return None
 
-    def _find_class_target(self, group: LinearGroup) -> str | None:
-        """Give the target `Linear` if the config has it; the output layer is not of that class.
+    def _find_class_target(self, kind: str) -> str | None:
+        """Give the target Linear if the config has it.
 
         Another class is not judged: engines compare it with classes of their own.
         """
@@ -305,44 +300,42 @@ class LinearReader(ABC):
             if not is_known and not target.startswith("re:"):
                 why = f"the target {target!a:.40} is neither a path nor the class Linear"
                 raise Unjudged(why, fix=_TARGET_FIX)
-        return "Linear" if group.kind != "head" and "Linear" in self.targets else None
+        return "Linear" if kind != "head" and "Linear" in self.targets else None
 
-    def _find_expert_target(self, probe: LinearGroup) -> str | None:
-        """Find the target of a layer's experts: that of the first expert's projections."""
-        targets = [
-            self._find_path_target(each.module) or self._find_class_target(probe)
-            for each in probe.members
-        ]
+    def find_expert_target(self, names: Names) -> str | None:
+        """Find the target of a layer's experts; `names` are those of the first one."""
+        singles = (names._replace(path=part) for part in names.parts)
+        targets = [self.find_target(single, "path", "class") for single in singles]
         found = [self.targets.get(each or "") for each in targets]
         if any(each != found[0] for each in found[1:]):
-            why = f"the projections of {probe.path} are in several config groups (ValueError)"
+            why = f"the projections of {names.path} are in several config groups (ValueError)"
             raise Refusal(why, fix=_PART_FIX)
         return targets[0]
 
-    def _require_mx(self, form: str, group: LinearGroup, error: str) -> None:
+    def require_mx(self, form: str, kind: str, error: str) -> None:
         """Require that the release loads MXFP8 of a dialect in a group; else it raises `error`."""
         if form not in _MX_FORMS:
             raise Unjudged(f"blocks of 1 x 32 under quant_method {form!a:.40}")
         values = self.release.list_values(_LOADS_MX)
-        if f"{form} {group.kind}" in values:
+        if f"{form} {kind}" in values:
             return
-        first = self.release.begins[_LOADS_MX].get(f"{form} {group.kind}")
+        first = self.release.begins[_LOADS_MX].get(f"{form} {kind}")
         fixes = [f"serve it with {self.release.engine} {first}"] if first else []
         if others := dict.fromkeys(each.partition(" ")[0] for each in values):
             forms = " or ".join(others)
             fixes += [f"write it as {forms}, if check finds that its class of the model loads that"]
-        what = f"{self.release.title} loads no {_KINDS[group.kind]} in MXFP8 of {form}"
+        what = f"{self.release.title} loads no {_KINDS[kind]} in MXFP8 of {form}"
         raise Refusal(f"{what} ({error})", fix=", or ".join(fixes))
 
 
-def find_for_parts(group: LinearGroup, find: Callable[[str], str | None]) -> str | None:
+def find_for_parts(names: Names, find: Callable[[str], str | None]) -> str | None:
     """Find the entry of a list for the projections of a group; refuse one that covers only some.
 
     `find` gives the entry for the path of a projection, or None.
     """
-    found = [find(each.module) for each in group.members]
+    found = [find(part) for part in names.parts]
     if None in found and any(each is not None for each in found):
-        joined = name_fused_group(group.members[0].module)
+        joined = name_fused_group(names.parts[0])
         why = f"{joined} becomes one weight, and the config quantizes a part of it (ValueError)"
         raise Refusal(why, fix=_PART_FIX)
     return found[0]
