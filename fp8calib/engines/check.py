@@ -38,7 +38,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.replay import find_base
 from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
-from fp8calib.engines.weights.stored import OpenedWeights
+from fp8calib.engines.weights.stored import OpenedWeights, list_opened_files
 from fp8calib.errors import UsageError, shorten
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
@@ -104,21 +104,16 @@ def check_folder(
 
 @dataclass(frozen=True)
 class _Check:
-    """What is asked of several engines: a checkpoint, or a file of scales beside a model."""
+    """What `check_folder` asks of several engines."""
 
     folder: ScaleFolder
-    """The checkpoint, or the model's folder."""
     geometry: ModelGeometry
     tp: int
-    """The number of ranks."""
     file: Path | None
-    """A file of scales: JSON, or tensors outside of the model's folder."""
     model: ScaleFolder
-    """The folder of the unquantized model, or of the checkpoint."""
+    """Of the unquantized model if it is known, else the checkpoint."""
     stats: RunStats | None
-    """Those of the unquantized model."""
     reads_weights: bool
-    """Estimate by the weights what K and V reach, where no statistics tell."""
     opened: dict[tuple[object, ...], OpenedWeights] = field(default_factory=dict)
     """By the files, in the order in which an engine opens them."""
 
@@ -153,7 +148,8 @@ class _Check:
         report = self._correct_fixes(engine, _judge_shared(report, self.geometry))
         is_nvfp4 = find_recorded_dtype(self.folder).lower() == NVFP4_CACHE
         report = self._judge(report, engine.scale_factor if is_nvfp4 else 1.0)
-        report = amend_weights(engine, report, self._open_weights(seen), self.tp)
+        opened = self._open_weights(seen, prefers_single=engine.runs_loader)
+        report = amend_weights(engine, report, opened, self.tp)
         if not seen.preferred:
             return report
         # its names may be known to no class
@@ -197,11 +193,12 @@ class _Check:
         dropped = {"status": Status.DROPPED, "value": 1.0, "fix": _OVERLAY_FIX}
         return report_alike(self.geometry, LoadVerdict(why=f"{why}, so it uses 1.0", **dropped))
 
-    def _open_weights(self, folder: ScaleFolder) -> OpenedWeights:
+    def _open_weights(self, folder: ScaleFolder, *, prefers_single: bool = False) -> OpenedWeights:
         """Open the weights, once for engines that open the same files in the same order."""
-        key = (*folder.files, folder.has_index)
+        files = list_opened_files(folder, prefers_single=prefers_single)
+        key = (*files, folder.has_index)
         if key not in self.opened:
-            self.opened[key] = OpenedWeights(folder, self.geometry, self.stats)
+            self.opened[key] = OpenedWeights(folder, files, self.geometry, self.stats)
         return self.opened[key]
 
     def _judge(self, report: EngineReport, factor: float = 1.0) -> EngineReport:

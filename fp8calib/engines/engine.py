@@ -1,7 +1,7 @@
 """An inference engine as one record: how it is started, what it computes, what it loads.
 
 The records are data and import nothing heavy, because `--help` lists them; replays are imported
-when they are called (`on_call`).
+when they are called (`call`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,10 @@ if TYPE_CHECKING:
     from fp8calib.model.geometry import ModelGeometry
 
 
-def on_call(function: str, *last: object) -> Callable[..., Any]:
-    """Give the function `MODULE:NAME`, whose module is imported when it is called.
-
-    `last` are its last arguments.
-    """
+def call(function: str, *arguments: object) -> Any:
+    """Call the function `MODULE:NAME`, whose module is imported only now."""
     module, _, name = function.partition(":")
-
-    def call(*arguments: object) -> Any:
-        return attrgetter(name)(import_module(module))(*arguments, *last)
-
-    return call
+    return attrgetter(name)(import_module(module))(*arguments)
 
 
 SCALE_FACTOR = "global scales of an NVFP4 cache are multiplied by"
@@ -197,6 +190,11 @@ class Engine:
             for name, scheme in SCHEMES.items()
             if scheme.inputs is not InputScaling.NONE and not self.explain_unmultiplied(scheme, gpu)
         ]
+
+    @property
+    def runs_loader(self) -> bool:
+        """Whether `replay_folder` runs its own loader, and reports on the weights too."""
+        return self.make_reader is None and not self.weight_rules
 
     @property
     def can_skip_caches(self) -> bool:

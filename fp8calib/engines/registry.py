@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from fp8calib.engines.arithmetic import Numerics
-from fp8calib.engines.engine import Engine, on_call
+from fp8calib.engines.engine import Engine, call
 from fp8calib.engines.facts.release import FOLDER, parse_version
 from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.status import Evidence
@@ -34,7 +35,7 @@ _TRANSFORMERS = Engine(
     "to values of FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20). --engine "
     "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "
     "QuantizedCache, whose other backends, quanto and hqq, are not emulated",
-    replay_folder=on_call("fp8calib.engines.transformers.report:report_transformers"),
+    replay_folder=partial(call, "fp8calib.engines.transformers.report:report_transformers"),
 )
 """The installed one, with the installed compressed-tensors."""
 _READ_ONLY = "{title} {version}: KV scales: {kv_scales}; FP8 weights: {weights} ({source})"

@@ -35,7 +35,7 @@ from fp8calib.engines.weights.linears import (
 )
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
 from fp8calib.engines.weights.rules import NameRules
-from fp8calib.engines.weights.stored import OpenedWeights, find_wrong_values
+from fp8calib.engines.weights.stored import OpenedWeights
 
 
 def amend_weights(
@@ -43,12 +43,9 @@ def amend_weights(
 ) -> EngineReport:
     """Add what an engine does with the weights on `tp` ranks to its report on the KV scales."""
     notes: list[str] = []
-    if engine.make_reader is None and not engine.weight_rules:
-        # Its own loader was run, which looks neither at values nor at the index.
-        values = find_wrong_values(stored.folder, stored.geometry, prefers_single=True)
-        values = values or stored.unlike_stats
-        if report.weights is None and values is not None:
-            report = report.model_copy(update={"weights": values.judge()})
+    if engine.runs_loader:  # which does not look at values
+        if report.weights is None and stored.wrong_values is not None:
+            report = report.model_copy(update={"weights": stored.wrong_values.judge()})
     else:
         count, found = _list_findings(engine, stored, tp)
         by_status = {status: [each for each in found if each.status is status] for status in Status}

@@ -18,8 +18,9 @@ from fp8calib.engines.facts.release import (
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.sglang.linears import SglangReader
 from fp8calib.engines.vllm.engine import VLLM_CPU
-from fp8calib.engines.vllm.kv_method import find_kv_method, name_exclusion_list, refuse_scheme
+from fp8calib.engines.vllm.kv_method import find_kv_method, name_exclusion_list
 from fp8calib.engines.vllm.linears import VllmReader
+from fp8calib.formats.kv.config import find_scheme_fault
 from fp8calib.model.geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
@@ -72,14 +73,6 @@ LISTS: tuple[Mapping[str, object], ...] = (
 by_release = pytest.mark.parametrize("release", VLLM_RELEASES, ids=lambda each: each.version)
 
 
-def _judge_scheme(scheme: Mapping[str, object]) -> bool:
-    try:
-        refuse_scheme({**PER_TENSOR, "kv_cache_scheme": scheme})
-    except Refusal:
-        return False
-    return True
-
-
 @by_release
 def test_a_kv_cache_scheme_is_accepted_as_by_the_release(release: Release) -> None:
     name = "CompressedTensorsKVCacheMethod.validate_kv_cache_scheme"
@@ -92,7 +85,7 @@ def test_a_kv_cache_scheme_is_accepted_as_by_the_release(release: Release) -> No
             is_accepted = False
         else:
             is_accepted = True
-        assert _judge_scheme(scheme) == is_accepted, scheme
+        assert is_accepted is not bool(find_scheme_fault(scheme)), scheme
 
 
 @by_release

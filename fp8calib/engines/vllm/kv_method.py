@@ -15,7 +15,6 @@ from enum import StrEnum
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.declared import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.formats.kv.config import SCHEME_HINT, find_scheme_fault
 
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 
@@ -146,18 +145,6 @@ def name_exclusion_list(
         return "exclude_modules"
     keys = release.list_values("modelopt-list")
     return next((key for key in keys if key in section), keys[-1])
-
-
-def refuse_scheme(quantization: Mapping[str, object]) -> None:
-    """Refuse a `kv_cache_scheme` that `CompressedTensorsKVCacheMethod` raises an error for.
-
-    vLLM makes that method only for an `Attention` with a config: not for latent attention
-    (`get_quant_method`; the same in 0.26.0 to 0.33.0, read).
-    """
-    scheme = quantization.get("kv_cache_scheme")
-    if fault := find_scheme_fault(scheme):
-        fix = SCHEME_HINT if isinstance(scheme, dict) else "write the scheme of kv-overlay"
-        raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
 
 
 def _check_compressed(quantization: Mapping[str, object]) -> None:

@@ -49,7 +49,7 @@ class VllmReader(LinearReader):
     engine = "vllm"
 
     @classmethod
-    def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> VllmReader:
+    def open(cls, release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> VllmReader:
         """Find the config, or refuse it as vLLM does."""
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         method = name_method(section, release)

@@ -76,6 +76,7 @@ _KV_NAME = re.compile(
     re.IGNORECASE,
 )
 _COMPANION = re.compile(r"(?:weight|input|output|activation)_(?:scale(?:_inv|_2)?|zero_point)")
+"""Scales and zero points of weights and of their inputs."""
 _OWNERS_OF_SCALE = re.compile(r"[qkv]|[kv]_cache|[qkv]_proj")
 """Modules whose parameter `scale` is one of keys and values."""
 
@@ -220,14 +221,25 @@ class WeightLoader:
 
         Scales of quantized weights are judged elsewhere (`weight_replay.py`).
         """
+        geometry = self._context.geometry
         for name in sorted(filter(_is_scale_name, self._context.tensors)):
-            module = name.rpartition(".")[0]
-            if is_of_draft_layer(self._context.geometry, module):
+            module, _, leaf = name.rpartition(".")
+            is_companion = _COMPANION.fullmatch(leaf) is not None
+            if is_of_draft_layer(geometry, module) or not (why := self.find_fault(name)):
                 continue
-            why = self.find_fault(name)
-            is_of_weight = _is_companion(name) and parse_name(name) is None
-            if why and not (is_of_weight and self._is_quantized(module)):
-                raise self._refuse(name, why)
+            if is_companion and parse_name(name) is None and self._is_quantized(module):
+                continue
+            stored = self._context.scales.get(name)
+            is_inner = self._kind is LoaderKind.UNFORGIVING and module in self._attends
+            fix = _INNER_FIX if is_inner else NAMES_FIX
+            if self._release.has(PLACELESS, geometry.model_type) and not is_companion:
+                owner = f"vLLM's attention of {geometry.model_type}"
+                why, fix = f"{owner} has no parameters for scales (ValueError)", _PLACELESS_FIX
+            elif self._method is None:
+                fix = _CONFIG_FIX
+            elif stored is None:
+                fix = _STRAY_FIX
+            raise Refusal(f"{shorten(name) if stored is None else stored}: {why}", fix=fix)
 
     @cached_property
     def _is_quantized(self) -> Callable[[str], bool]:
@@ -260,29 +272,10 @@ class WeightLoader:
 
         return is_quantized
 
-    def _refuse(self, name: str, why: str) -> Refusal:
-        geometry, stored = self._context.geometry, self._context.scales.get(name)
-        what = shorten(name) if stored is None else str(stored)
-        is_inner = self._kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in self._attends
-        fix = _INNER_FIX if is_inner else NAMES_FIX
-        if self._release.has(PLACELESS, geometry.model_type) and not _is_companion(name):
-            owner = f"vLLM's attention of {geometry.model_type}"
-            why, fix = f"{owner} has no parameters for scales (ValueError)", _PLACELESS_FIX
-        elif self._method is None:
-            fix = _CONFIG_FIX
-        elif stored is None:
-            fix = _STRAY_FIX
-        return Refusal(f"{what}: {why}", fix=fix)
-
 
 def _is_scale_name(name: str) -> bool:
     """Check whether a name is that of a scale or zero point, in a spelling known or not."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "scale":
         return _OWNERS_OF_SCALE.fullmatch(parent.rpartition(".")[2]) is not None
-    return _is_companion(name) or _KV_NAME.fullmatch(leaf) is not None
-
-
-def _is_companion(name: str) -> bool:
-    """Check whether a name is that of the scale or zero point of a weight or of its input."""
-    return _COMPANION.fullmatch(name.rpartition(".")[2]) is not None
+    return any(each.fullmatch(leaf) for each in (_COMPANION, _KV_NAME))

@@ -33,7 +33,7 @@ from fp8calib.engines.replay.verdicts import (
     judge_number,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method, refuse_scheme
+from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.names import (
     NAMES_FIX,
     WRAPPERS,
@@ -42,6 +42,7 @@ from fp8calib.engines.vllm.names import (
     find_loader,
 )
 from fp8calib.errors import shorten
+from fp8calib.formats.kv.config import SCHEME_HINT, find_scheme_fault
 from fp8calib.formats.kv.validate import is_query_scale
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
@@ -70,6 +71,7 @@ _NEEDS_FLASH_ATTENTION = (
 )
 # Run: vLLM 0.26.0 on an H100, "For FP8 input, output must have dtype BF16".
 _STOPS_IN_HALF = "in float16 FlashAttention 3 stops at an FP8 cache: serve it with --dtype bfloat16"
+_NOT_ON = "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
 _CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"
 _CALCULATES = "with --calculate-kv-scales the scales are those of the first batch, not of the file"
 _EXPANDED = "vLLM caches this model's K and V expanded to heads, but the scales are for the latents"
@@ -116,10 +118,10 @@ def _has_class(geometry: ModelGeometry, release: Release) -> bool:
 
 
 def replay_vllm(
+    release: Release,
     folder: ScaleFolder,
     geometry: ModelGeometry,
     tp: int,
-    release: Release,
     *,
     on_gpus: bool = True,
 ) -> EngineReport:
@@ -170,13 +172,10 @@ class _Replay:
     ) -> None:
         self._geometry, self._tp, self._release = geometry, tp, release
         self._context = open_indexed(folder, geometry, error="FileNotFoundError")
-        self._problems = self._context.problems
-        self._suspicious: list[str] = []
         self._quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
         self.method = find_kv_method(self._quantization, release, beside=folder.modelopt)
         self._is_compressed = self.method is KvMethod.COMPRESSED_TENSORS
-        scheme = self._quantization.get("kv_cache_scheme")
-        self._has_scheme = isinstance(scheme, dict)
+        self._scheme = scheme = self._quantization.get("kv_cache_scheme")
         strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
         self._per_head = self._is_compressed and strategy == "attn_head"
         excluded = self._quantization.get("exclude")
@@ -198,30 +197,17 @@ class _Replay:
 
     def report(self, *, on_gpus: bool) -> EngineReport:
         """Report on every layer with scales for e4m3fn."""
-        context, method = self._context, self.method
-        layers, held = self._judge_layers()
-        if on_gpus and self._per_head:
-            self._problems.append(_NEEDS_FLASH_ATTENTION)
-        if context.scales and method is not None:
-            if on_gpus and self._dtype == "float16":
-                self._problems.append(_STOPS_IN_HALF)
-            if self._release.has(_CALCULATES_EXISTS):
-                self._problems.append(_CALCULATES)
-        if any(context.optional.values()) and method not in (None, KvMethod.NONE):
-            self._note_loaded(on_gpus=on_gpus)
-        weights = _POOLING if self._is_pooling else None
-        report = context.report(layers).add(suspicious=self._suspicious)
-        return report.model_copy(update={"held": held, "weights": weights})
-
-    def _judge_layers(self) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
-        context, places = self._context, self._find_places()
-        if self._is_compressed and places:
-            refuse_scheme(self._quantization)
-        loader = WeightLoader(context, self.method, places, self._release)
+        context, method, places = self._context, self.method, self._find_places()
+        # vLLM makes `CompressedTensorsKVCacheMethod` only for an `Attention` with a config: not for
+        # latent attention (`get_quant_method`; the same in 0.26.0 to 0.33.0, read).
+        if self._is_compressed and places and (fault := find_scheme_fault(self._scheme)):
+            has_scheme = isinstance(self._scheme, dict)
+            fix = SCHEME_HINT if has_scheme else "write the scheme of kv-overlay"
+            raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
+        loader = WeightLoader(context, method, places, self._release)
         loader.refuse_faults()
         context.load(loader.find_slot)
-        has_others = any([*context.optional.values(), context.zero_points])
-        if has_others and self.method is not None:
+        if method is not None and any([*context.optional.values(), context.zero_points]):
             self._check_shapes()
         has_groups = isinstance(self._quantization.get("config_groups"), dict)
         if self._per_head and context.loaded and not has_groups:
@@ -231,23 +217,32 @@ class _Replay:
         for layer, attention in self._geometry.attentions():
             slots = [(layer.index, role) for role in KV_ROLES]
             bare = self._explain_bare(attention)
-            if bare is not None:
-                k, v = (context.judge_absent(slot, *bare) for slot in slots)
-                verdict = LayerVerdict(layer=layer.index, k=k, v=v)
-            elif self._is_compressed:
-                k, v = (self._judge_compressed(slot, attention) for slot in slots)
-                verdict = LayerVerdict(layer=layer.index, k=k, v=v)
-            else:
+            if bare is None and not self._is_compressed:
                 verdict = context.judge_pair(layer.index, "vLLM", _IGNORED, dtype=self._dtype)
+            else:
+                k, v = (
+                    self._judge_compressed(slot, attention)
+                    if bare is None
+                    else context.judge_absent(slot, *bare)
+                    for slot in slots
+                )
+                verdict = LayerVerdict(layer=layer.index, k=k, v=v)
             layers.append(verdict)
             held |= self._list_held(verdict, attention, is_bare=bare is not None)
-        turns_on = self._is_compressed or self.method is KvMethod.MODELOPT
-        is_on = turns_on and self._has_scheme
-        if self.method is not None and context.scales and not is_on:
-            self._problems.append(
-                "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
-            )
-        return layers, held
+        is_scaled = method is not None and bool(context.scales)
+        turns_on = self._is_compressed or method is KvMethod.MODELOPT
+        conditions = {
+            _NOT_ON: is_scaled and not (turns_on and isinstance(self._scheme, dict)),
+            _NEEDS_FLASH_ATTENTION: on_gpus and self._per_head,
+            _STOPS_IN_HALF: is_scaled and on_gpus and self._dtype == "float16",
+            _CALCULATES: is_scaled and self._release.has(_CALCULATES_EXISTS),
+        }
+        context.problems += (text for text, holds in conditions.items() if holds)
+        has_places = method not in (None, KvMethod.NONE)
+        suspicious = [*self._note_loaded(on_gpus=on_gpus)] if has_places else []
+        weights = _POOLING if self._is_pooling else None
+        report = context.report(layers).add(suspicious=suspicious)
+        return report.model_copy(update={"held": held, "weights": weights})
 
     def _judge_compressed(self, slot: Slot, attention: Attention) -> LoadVerdict:
         """Judge a k or v by what `CompressedTensorsKVCacheMethod` makes of it.
@@ -282,7 +277,9 @@ class _Replay:
             fix = "write one number per KV head"
             return LoadVerdict(status=Status.MISREAD, value=max(used), why=why, fix=fix)
         if count < num_heads:
-            self._problems.append("attn_head with one number per layer: it is used for all heads")
+            self._context.problems.append(
+                "attn_head with one number per layer: it is used for all heads"
+            )
         return judge_number(max(used), f"the largest of {count} heads, {stored}")
 
     def _list_held(
@@ -344,7 +341,7 @@ class _Replay:
             owner = f"{self._release.title} runs transformers' class"
             why = f"{owner}, which has no parameters for scales, so it uses 1.0"
             return why, "use vLLM 0.30 or later"
-        turns_on = self._is_compressed and self._has_scheme
+        turns_on = self._is_compressed and isinstance(self._scheme, dict)
         model_type = self._geometry.model_type
         if self._release.has(_PLAIN_CACHES, model_type) and not turns_on:
             why = f"vLLM's {model_type} caches 16 bits whatever --kv-cache-dtype says"
@@ -371,8 +368,8 @@ class _Replay:
             for stored in self._context.zero_points:
                 require_scalar(stored, "vLLM")
 
-    def _note_loaded(self, *, on_gpus: bool) -> None:
-        """Note what vLLM does with scales of q and of probabilities, where there are any."""
+    def _note_loaded(self, *, on_gpus: bool) -> Iterator[str]:
+        """Note what vLLM does with scales of q and of probabilities; give what is suspicious."""
         users = "only backends of GPUs use it"
         if on_gpus:
             gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
@@ -385,13 +382,13 @@ class _Replay:
                 if self._is_compressed or any(value > 0 for value in stored.values)
             ]
             if used and what == "q_scale" and on_gpus:
-                self._suspicious.append(f"{used[0]} is not a scale, but {users}")
+                yield f"{used[0]} is not a scale, but {users}"
             elif bad:
                 effect = ", but vLLM uses it" if used else ": vLLM uses 1.0"
-                self._problems.append(f"{bad[0]} is not a scale{effect}")
+                self._context.problems.append(f"{bad[0]} is not a scale{effect}")
             elif found:
                 loaded = f"{what} is loaded ({len(found)}, such as {found[0]})"
-                self._problems.append(f"{loaded}: {users}")
+                self._context.problems.append(f"{loaded}: {users}")
 
     def amend_quark(self, report: EngineReport) -> EngineReport:
         """Judge what the loader of Quark's checkpoints may not load: stacks, convolutions."""
@@ -425,7 +422,7 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         is_alike = all(len(set(scale.values[each.start : each.stop])) == 1 for each in ranks)
         return one if is_alike else one.misread(_LARGEST.format(scale), _LARGEST_FIX)
 
-    report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
+    report = replay_vllm(VLLM_RUN, folder, geometry, tp, on_gpus=False)
     return report.put(
         {
             slot: judge(verdict, stored[slot], heads[slot[0]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -56,8 +56,8 @@ class StoredLinear:
 
     module: str
     """Its path in the checkpoint."""
-    shape: tuple[int, int]
-    """[out, in], by the model's config where the model is known."""
+    shape: Shape
+    """[out, in], by the model's config where the model is known; zeros if that is not known."""
     tensors: Mapping[str, TensorEntry]
     """By the last part of their names."""
 
@@ -121,7 +121,8 @@ def list_groups(
         if (expert := split_expert(module)) is not None:
             experts.append(expert)
         else:
-            shape = shapes.get(module) or _read_matrix(held[WEIGHT].shape if WEIGHT in held else ())
+            shape = held[WEIGHT].shape if WEIGHT in held else ()
+            shape = shapes.get(module) or (shape if len(shape) == 2 else (0, 0))
             linears[module] = StoredLinear(module=module, shape=shape, tensors=held)
     decoder = find_decoder(geometry)
     find = partial(_find_created, classes, decoder)
@@ -152,10 +153,6 @@ def list_groups(
         )
 
 
-def _read_matrix(shape: Shape) -> tuple[int, int]:
-    return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
-
-
 def _find_created(classes: ClassMap, decoder: str | None, path: str) -> Sequence[CreatedLinear]:
     """Find what a linear may become; in a drafter, what one of the decoder's layers does."""
     pattern = make_pattern(path)
@@ -180,7 +177,14 @@ def _join(
     num_layers, decoder = len(geometry.layers), find_decoder(geometry)
     joined: dict[tuple[tuple[str, ...], CreatedLinear], dict[str, StoredLinear]] = defaultdict(dict)
     for module, linear in linears.items():
-        created = _choose(module, linears, find(module))
+        # what has all its parts in the checkpoint, or else the first
+        ordered = sorted(find(module), key=lambda each: len(each.parts), reverse=True)
+        whole = (
+            each
+            for each in ordered
+            if all(fill_pattern(part, module) in linears for part in each.parts)
+        )
+        created = next(whole, ordered[-1] if ordered else None)
         if created is not None:
             joined[list_numbers(module), created][make_pattern(module)] = linear
             continue
@@ -196,8 +200,8 @@ def _join(
             state="stored" if is_left and not is_drafted(module, 0) else "",
         )
     for (_, created), members in joined.items():
-        ordered = tuple(members[part] for part in dict.fromkeys(created.parts) if part in members)
-        first = ordered[0].module
+        joint = tuple(members[part] for part in dict.fromkeys(created.parts) if part in members)
+        first = joint[0].module
         own = f"{first.rpartition('.')[0]}.{created.path.rpartition('.')[2]}".lstrip(".")
         listed = fill_pattern(created.path, first)
         if is_drafted(first, 0) and created.path.startswith(f"{decoder}*."):
@@ -208,21 +212,10 @@ def _join(
         yield LinearGroup(
             path=first if len(created.parts) == 1 else own,
             kind="head" if created.kind == "head" else "linear",
-            members=ordered,
+            members=joint,
             state=created.state,
             listed=listed,
         )
-
-
-def _choose(
-    module: str, linears: Collection[str], created: Sequence[CreatedLinear]
-) -> CreatedLinear | None:
-    """Choose what a linear becomes: what has all its parts in the checkpoint, or else the first."""
-    ordered = sorted(created, key=lambda each: len(each.parts), reverse=True)
-    for each in ordered:
-        if all(fill_pattern(part, module) in linears for part in each.parts):
-            return each
-    return ordered[-1] if ordered else None
 
 
 def count_experts(geometry: ModelGeometry) -> dict[int, int]:
@@ -289,7 +282,11 @@ def _group_experts(
                 module = f"{path}.{expert}.{projection}"
                 # the commonest of this layer, or else of all layers
                 common = (shapes[path, projection] or shapes["", projection]).most_common(1)
-                shape = _read_matrix(common[0][0] if common else packed.get(projection, ()))
-                held = beside.get(module, {})
-                members.append(StoredLinear(module=module, shape=shape, tensors=held))
+                shape = common[0][0] if common else packed.get(projection, ())
+                member = StoredLinear(
+                    module=module,
+                    shape=shape if len(shape) == 2 else (0, 0),
+                    tensors=beside.get(module, {}),
+                )
+                members.append(member)
         yield path, members

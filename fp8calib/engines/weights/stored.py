@@ -62,24 +62,24 @@ def list_opened_files(folder: ScaleFolder, *, prefers_single: bool = False) -> t
     return tuple(file for file in folder.files if file in named)
 
 
-def locate_tensors(folder: ScaleFolder, *, prefers_single: bool = False) -> Located:
-    """List the tensors of those files that are readable."""
-    return {
-        name: (file, entry)
-        for file in list_opened_files(folder, prefers_single=prefers_single)
-        for name, entry in folder.tensors.get(file, {}).items()
-    }
-
-
 class OpenedWeights:
     """The weights in the files that an engine opens; `stats` are of the unquantized model."""
 
     def __init__(
-        self, folder: ScaleFolder, geometry: ModelGeometry, stats: RunStats | None = None
+        self,
+        folder: ScaleFolder,
+        files: Sequence[str],
+        geometry: ModelGeometry,
+        stats: RunStats | None = None,
     ) -> None:
         self.folder = folder
         self.geometry = geometry
-        self.located = locate_tensors(folder)
+        self._files = [file for file in files if file in folder.tensors]
+        self.located = {
+            name: (file, entry)
+            for file in self._files
+            for name, entry in folder.tensors[file].items()
+        }
         self.tensors = {name: entry for name, (_, entry) in self.located.items()}
         self.dialect = ""
         """The name of that of the FP8 weights."""
@@ -125,8 +125,30 @@ class OpenedWeights:
 
     @cached_property
     def wrong_values(self) -> Finding | None:
-        """What is wrong with the values that every engine computes with."""
-        return find_wrong_values(self.folder, self.geometry) or self.unlike_stats
+        """What is wrong with the values that every engine computes with, without an error.
+
+        A tensor that a later file replaces, a norm or bias that holds NaN or infinity, or a scale
+        that is far from the statistics.
+        """
+        # vLLM 0.32.0 and transformers 5.23 keep the last one (run). KV scales are judged elsewhere.
+        folder, indexed = self.folder, self.folder.indexed or {}
+        for first, last in combinations(self._files, 2):
+            for name in filter(folder.tensors[last].__contains__, folder.tensors[first]):
+                is_meant = indexed.get(name) == last or parse_name(name) is not None
+                if not is_meant and not is_equal(folder, (first, name), (last, name)):
+                    where = f"{shorten(first)} and, with other values, in {shorten(last)}"
+                    why = f"{shorten(name)} is in {where}: the later file wins"
+                    return Finding(status=Status.MISREAD, why=why, fix=_VALUES_FIX)
+        vectors: dict[str, list[str]] = defaultdict(list)
+        for name, (file, entry) in self.located.items():
+            is_vector = len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES
+            if is_vector and name in self.geometry.parameters:
+                vectors[file].append(name)
+        for name, values in _read_tensors(folder, vectors):
+            if not np.isfinite(values).all():
+                why = f"{shorten(name)} holds NaN or infinity"
+                return Finding(status=Status.BAD, why=why, fix=NOT_FINITE_FIX)
+        return self.unlike_stats
 
     @cached_property
     def is_plain(self) -> bool:
@@ -188,34 +210,6 @@ class OpenedWeights:
             scheme = self.schemes[weights[name].removesuffix(f".{WEIGHT}")]
             found[weights[name]] = (values * largest, scheme.block)
         return found
-
-
-def find_wrong_values(
-    folder: ScaleFolder, geometry: ModelGeometry, *, prefers_single: bool = False
-) -> Finding | None:
-    """Find a tensor that a later file replaces, or a norm or bias that holds NaN or infinity.
-
-    Engines give no error for either.
-    """
-    files = list_opened_files(folder, prefers_single=prefers_single)
-    # vLLM 0.32.0 and transformers 5.23 keep the last one (run). KV scales are judged elsewhere.
-    indexed = folder.indexed or {}
-    for first, last in combinations([file for file in files if file in folder.tensors], 2):
-        for name in filter(folder.tensors[last].__contains__, folder.tensors[first]):
-            is_meant = indexed.get(name) == last or parse_name(name) is not None
-            if not is_meant and not is_equal(folder, (first, name), (last, name)):
-                where = f"{shorten(first)} and, with other values, in {shorten(last)}"
-                why = f"{shorten(name)} is in {where}: the later file wins"
-                return Finding(status=Status.MISREAD, why=why, fix=_VALUES_FIX)
-    vectors: dict[str, list[str]] = defaultdict(list)
-    for name, (file, entry) in locate_tensors(folder, prefers_single=prefers_single).items():
-        if len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES and name in geometry.parameters:
-            vectors[file].append(name)
-    for name, values in _read_tensors(folder, vectors):
-        if not np.isfinite(values).all():
-            why = f"{shorten(name)} holds NaN or infinity"
-            return Finding(status=Status.BAD, why=why, fix=NOT_FINITE_FIX)
-    return None
 
 
 def is_equal(folder: ScaleFolder, first: tuple[str, str], second: tuple[str, str]) -> bool:
