@@ -29,9 +29,9 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Reports,
+    Unjudged,
     report_alike,
     report_refusal,
-    report_unknown,
 )
 from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.status import Status
@@ -136,7 +136,7 @@ class _Check:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         hint = engine.spell_run_hint(self.folder.config)
         if self.folder.unread:
-            return report_unknown(self.geometry, f"{self.folder.unread}{hint}")
+            return report_refusal(self.geometry, Unjudged(f"{self.folder.unread}{hint}"))
         seen = self.folder
         try:
             seen = seen if engine.view is None else engine.view(seen)
@@ -310,7 +310,7 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
             why = why or _find_other_class(model.config, geometry)
         hint = "" if find_drafter_class(model.config) else engine.spell_run_hint(model.config)
         if why:
-            doubted[key] = report.give_names(report_unknown(geometry, f"{why}{hint}"))
+            doubted[key] = report.give_names(report_refusal(geometry, Unjudged(f"{why}{hint}")))
         doubted[key] = doubted[key].add(unknown=(f"{fault}{hint}" for fault in faults))
     return doubted
 

@@ -33,9 +33,10 @@ from fp8calib.engines.weights.linears import (
     find_layer_index,
     list_groups,
 )
-from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
+from fp8calib.engines.weights.parameters import compare_parameters, judge_head
 from fp8calib.engines.weights.rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights
+from fp8calib.model.drafters import find_promise, is_drafted
 
 
 def amend_weights(
@@ -125,6 +126,11 @@ def _list_findings(
     if stored.folder.tensors:
         found += compare_parameters(rules, stored)
     found += (Finding(status=Status.UNKNOWN, why=why) for why in stored.doubts)
-    if why := lacks_drafter(stored):
-        found.append(Finding(status=Status.USED, why=why))
+    is_whole = any(len(each.shape) > 1 for each in stored.tensors.values())
+    if is_whole and (promise := find_promise(stored.folder.config)):
+        decoder, num_layers = find_decoder(geometry), len(geometry.layers)
+        if not any(is_drafted(name, num_layers, decoder) for name in stored.tensors):
+            why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
+            why = f"{why}: decoding with it is not possible"
+            found.append(Finding(status=Status.USED, why=why))
     return count, found

@@ -7,7 +7,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fp8calib
-from fp8calib.engines.facts.release import list_newer_types
+from fp8calib.engines.facts.release import NEWER_TYPES
 from fp8calib.engines.registry import find_replayed
 from tests import zoo
 from tests.architectures import families
@@ -40,7 +40,7 @@ def test_what_a_release_demands_decides(engine: str, model_type: str, demanded: 
 
 def test_the_installed_transformers_knows_the_types_that_it_should() -> None:
     installed = [int(each) for each in transformers.__version__.split(".")[:2]]
-    for name, minor in list_newer_types().items():
+    for name, minor in NEWER_TYPES.items():
         is_known = [int(each) for each in minor.split(".")] <= installed
         assert (name in CONFIG_MAPPING_NAMES) == is_known, name
 

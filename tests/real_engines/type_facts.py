@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fp8calib.engines.facts.release import FOLDER, list_newer_types, parse_version
+from fp8calib.engines.facts.release import FOLDER, NEWER_TYPES, parse_version
 from fp8calib.engines.status import Evidence
 from tests.real_engines.package import Package, UnavailableError, open_package
 
@@ -45,7 +45,7 @@ def read_own_types(*folders: str) -> Callable[[Package], Iterator[str]]:
         for path in package.files:
             if any(folder in path for folder in folders):
                 found.update(_list_types(ast.parse(package.read_file(path))))
-        yield from sorted(found.intersection(list_newer_types()))
+        yield from sorted(found.intersection(NEWER_TYPES))
 
     return read
 

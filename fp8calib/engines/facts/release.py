@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +106,18 @@ OWN_TYPES = "newer types of models whose configs it has itself"
 PLACELESS = "attention of this model type has no parameters for KV scales"
 
 
-@cache
-def list_newer_types() -> dict[str, str]:
-    """Map types of models to the minor release of transformers that was the first to know them.
-
-    Those that all releases of the engines know are left out.
-    """
-    minors: dict[str, list[str]] = json.loads((FOLDER / "transformers_types.json").read_text())
-    return {name: minor for minor, names in minors.items() for name in names}
+NEWER_TYPES: dict[str, str] = {
+    name: minor
+    for minor, names in json.loads((FOLDER / "transformers_types.json").read_text()).items()
+    for name in names
+}
+"""By type of model: the minor release of transformers that was the first to know it; those that all
+releases of the engines know are left out."""
 
 
 def explain_type(release: Release, model_type: object) -> str:
     """Say why a release does not know a type of model; empty if it does, or if that is unknown."""
-    since = list_newer_types().get(str(model_type))
+    since = NEWER_TYPES.get(str(model_type))
     if since is None or model_type in release.list_values(OWN_TYPES):
         return ""
     from packaging.specifiers import SpecifierSet  # noqa: PLC0415 -- `--help` does not need it
@@ -127,7 +125,7 @@ def explain_type(release: Release, model_type: object) -> str:
     demanded = ", ".join(release.list_values(DEMANDED))
     allowed = SpecifierSet(demanded)
     # what it allows begins at a minor release, or at a version that it names
-    minors = (f"{minor}.0" for minor in list_newer_types().values())
+    minors = (f"{minor}.0" for minor in NEWER_TYPES.values())
     versions = [*minors, *(each.version for each in allowed)]
     later = [each for each in versions if parse_version(each) >= parse_version(since)]
     if any(map(allowed.contains, later)):

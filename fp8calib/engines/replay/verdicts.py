@@ -323,16 +323,11 @@ def report_alike(geometry: ModelGeometry, verdict: LoadVerdict) -> EngineReport:
     return EngineReport(layers=tuple(layers))
 
 
-def report_unknown(geometry: ModelGeometry, why: str) -> EngineReport:
-    """Report that nothing can be told without the engine."""
-    report = report_alike(geometry, LoadVerdict(status=Status.UNKNOWN, why=why))
-    return report.add(unknown=[why])
-
-
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
     """Report for every layer that the engine does not start, or that nothing can be told."""
     if isinstance(refusal, Unjudged):
-        return report_unknown(geometry, refusal.why)
+        report = report_alike(geometry, LoadVerdict(status=Status.UNKNOWN, why=refusal.why))
+        return report.add(unknown=[refusal.why])
     verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
     return report_alike(geometry, verdict)
 

@@ -29,7 +29,7 @@ from fp8calib.engines.weights.rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights, is_equal
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
-from fp8calib.model.drafters import find_promise, is_drafted
+from fp8calib.model.drafters import is_drafted
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import split_expert
 
@@ -192,19 +192,6 @@ def _judge_half(
         yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
 
 
-def lacks_drafter(stored: OpenedWeights) -> str:
-    """Say that nothing is stored of a drafter that the config promises; else empty."""
-    geometry, tensors = stored.geometry, stored.tensors
-    promise, decoder = find_promise(stored.folder.config), find_decoder(geometry)
-    is_whole = any(len(each.shape) > 1 for each in tensors.values())
-    if not promise or not is_whole:
-        return ""
-    if any(is_drafted(name, len(geometry.layers), decoder) for name in tensors):
-        return ""
-    why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
-    return f"{why}: decoding with it is not possible"
-
-
 def are_elsewhere(geometry: ModelGeometry, tensors: Tensors) -> bool:
     """Whether a folder is one of config and scales, or names its weights in its own way."""
     if any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
@@ -216,35 +203,7 @@ def are_elsewhere(geometry: ModelGeometry, tensors: Tensors) -> bool:
 def _list_other_names(
     rules: NameRules, geometry: ModelGeometry, tensors: Tensors
 ) -> Iterator[Finding]:
-    """List tensors that the model's class does not have, or has under another name."""
-    is_skipping = geometry.model_type in rules.skipped_experts
-    owners = {linear.runner for _, linear in geometry.linears() if linear.num_experts}
-    for name in _list_leftovers(geometry, tensors):
-        expert = split_expert(name.rpartition(".")[0])
-        if is_skipping and expert is not None and expert[0] in owners:
-            why = "has a name that the engine leaves out: its expert is uninitialised memory"
-            yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
-        else:
-            yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
-    decoder, counts = find_decoder(geometry), count_experts(geometry)
-    for name in sorted(tensors.keys() - set(geometry.leftovers)):
-        expert, layer = split_expert(name.rpartition(".")[0]), find_layer_index(decoder, name)
-        if expert is not None and layer in counts and expert[1] >= counts[layer]:
-            why = "is of an expert that the model does not have"
-            yield Finding.doubt(name, why, fix=_NAMES_FIX)
-    if geometry.is_wrapped:
-        return
-    modules = (attention.module for _, attention in geometry.attentions())
-    root = next(modules, "").partition(".")[0]
-    is_bare = geometry.model_type in rules.bare_types
-    for name in geometry.renamed:
-        if name in tensors and (name.startswith(f"{root}.") or not is_bare):
-            why = "has another name than the model's class gives it"
-            yield Finding.doubt(name, why, fix=_NAMES_FIX)
-
-
-def _list_leftovers(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
-    """List the tensors without a parameter.
+    """List tensors that the model's class does not have, or has under another name.
 
     Scales are judged elsewhere. A packed weight (INT4, FP4) has several tensors beside the place of
     a weight that is not stored; that of an expert, beside its integers.
@@ -257,15 +216,36 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
         and not is_companion(name)  # the exponents of MXFP8 are bytes
         and split_expert(module := name.rpartition(".")[0])
     }
-    num_layers, decoder = len(geometry.layers), find_decoder(geometry)
+    decoder, counts = find_decoder(geometry), count_experts(geometry)
+    has_drafter, num_layers = geometry.num_draft_layers > 0, len(geometry.layers)
+    is_skipping = geometry.model_type in rules.skipped_experts
+    owners = {linear.runner for _, linear in geometry.linears() if linear.num_experts}
     for name in geometry.leftovers:
         if name not in tensors or is_companion(name) or name.endswith(_SKIPPED):
             continue
+        module = name.rpartition(".")[0]
         starts = (name[: each.start()] for each in re.finditer("_", name))
-        if name.rpartition(".")[0] in absent or not absent.isdisjoint(starts):
+        is_draft = has_drafter and is_drafted(name, num_layers, decoder)
+        if is_draft or module in absent or not absent.isdisjoint(starts):
             continue
-        if not geometry.num_draft_layers or not is_drafted(name, num_layers, decoder):
-            yield name
+        expert = split_expert(module)
+        if is_skipping and expert is not None and expert[0] in owners:
+            why = "has a name that the engine leaves out: its expert is uninitialised memory"
+            yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
+        else:
+            yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
+    for name in sorted(tensors.keys() - set(geometry.leftovers)):
+        expert, layer = split_expert(name.rpartition(".")[0]), find_layer_index(decoder, name)
+        if expert is not None and layer in counts and expert[1] >= counts[layer]:
+            why = "is of an expert that the model does not have"
+            yield Finding.doubt(name, why, fix=_NAMES_FIX)
+    modules = (attention.module for _, attention in geometry.attentions())
+    root = next(modules, "").partition(".")[0]
+    is_bare = geometry.model_type in rules.bare_types
+    for name in () if geometry.is_wrapped else geometry.renamed:
+        if name in tensors and (name.startswith(f"{root}.") or not is_bare):
+            why = "has another name than the model's class gives it"
+            yield Finding.doubt(name, why, fix=_NAMES_FIX)
 
 
 def _list_absent(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
