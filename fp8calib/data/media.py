@@ -101,12 +101,7 @@ def refuse_video(origin: str) -> DataError:
 
 
 def load_image(medium: Medium) -> Any:
-    """Decode an image: a `PIL.Image` in RGB, turned upright.
-
-    Raises:
-        UsageError: Pillow is not installed.
-        DataError: the image is missing, damaged, or too large for Pillow.
-    """
+    """Decode an image: a `PIL.Image` in RGB, turned upright."""
     with _decoding(medium, package="Pillow"):
         from PIL import Image, ImageOps  # noqa: PLC0415  optional
 
@@ -128,12 +123,7 @@ def load_image(medium: Medium) -> Any:
 
 
 def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
-    """Decode a sound: fp32 [samples], one channel, at `rate` samples per second.
-
-    Raises:
-        UsageError: soundfile is not installed, or soxr where the rate differs.
-        DataError: the sound is missing, damaged, empty, or holds NaN or inf.
-    """
+    """Decode a sound: fp32 [samples], one channel, at `rate` samples per second."""
     with _decoding(medium, package="soundfile"):
         samples, had = _read_samples(medium, rate)
     samples = samples.astype(np.float32)

@@ -68,13 +68,7 @@ class TextSettings:
 def build_plan(
     text: TextSettings, encoder: RowEncoder, rows: Iterable[ReadRow] | None = None
 ) -> DataPlan:
-    """Read the sequences of a run from the sources of `text`, or from `rows`.
-
-    Raises:
-        UsageError: a spec is invalid.
-        DataError: the data cannot be read, more than a tenth of the rows cannot be used, or they
-            give no sequence of two tokens.
-    """
+    """Read the sequences of a run from the sources of `text`, or from `rows`."""
     parsed = [parse_spec(spec) for spec in text.sources or ("builtin",)] if rows is None else []
     read = [iter_rows(spec, part=text.part, text_column=text.text_column) for spec in parsed]
     if rows is None and any(spec.weight for spec in parsed):
@@ -153,10 +147,6 @@ def _warn_of_media(
 # --- tokens of rows ------------------------------------------------------------------------------
 
 
-class RejectedRowError(DataError):
-    """The chat template does not accept the conversation of a row."""
-
-
 class RowEncoder:
     """Encodes rows for one model, counts them, and keeps the errors of those that are unusable.
 
@@ -195,28 +185,18 @@ class RowEncoder:
 
         The tokenizer adds its special tokens to `text`. `input_ids` are used as they are. Blank
         text gives no tokens.
-
-        Raises:
-            DataError: the row does not suit the model (its media, or a token without an embedding),
-                or too many rows cannot be used.
         """
         self.counts.read += 1
-        try:
-            if isinstance(row, DataError):
-                raise RejectedRowError(row.message, hint=row.hint) from row
-            encoded = self._encode(row)
-        except RejectedRowError as error:
-            if strict:
-                raise
-            self._unusable.append(error)
-            self.counts.rejected += 1
-            if len(self._unusable) >= _CHECKED_AFTER:
-                self.require_usable()
-            return None
-        self.counts.conversations += row.messages is not None
-        self.counts.token_ids += row.input_ids is not None
-        self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
-        return encoded
+        encoded = self._encode(row)
+        if not isinstance(encoded, DataError):
+            return encoded
+        if strict:
+            raise encoded
+        self._unusable.append(encoded)
+        self.counts.rejected += 1
+        if len(self._unusable) >= _CHECKED_AFTER:
+            self.require_usable()
+        return None
 
     def hash_template(self, *, has_media: bool) -> str | None:
         """Give the SHA-256 of the chat template that was applied; None if none was."""
@@ -258,26 +238,38 @@ class RowEncoder:
         rows = format_count(self.counts.read, "row")
         return f"{len(messages)} of {rows} cannot be used: {shown}"
 
-    def _encode(self, row: Row) -> EncodedRow:
+    def _encode(self, row: ReadRow) -> EncodedRow | DataError:
+        """Encode a row, or say why it cannot be used; one that does not suit the model is refused.
+
+        Those are media that the model does not take, and tokens without an embedding.
+        """
+        if isinstance(row, DataError):
+            return row
+        encoded: EncodedRow = []
         if row.media:
             if self._media is None:
                 raise DataError(
                     f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
                     hint="use other data, or --text-column to leave out columns of media",
                 )
-            return self._media().encode(row)
-        if row.input_ids is not None:
-            return row.input_ids
-        if row.messages is not None and (row.text is None or has_chat_template(self._tokenizer())):
-            ids, is_whole = render_messages(
-                self._tokenizer(), row.messages, row.origin, tools=row.tools
-            )
+            encoded = self._media().encode(row)
+        elif row.input_ids is not None:
+            encoded = row.input_ids
+        elif row.messages is not None and (
+            row.text is None or has_chat_template(self._tokenizer())
+        ):
+            rendered = render_messages(self._tokenizer(), row.messages, row.origin, tools=row.tools)
+            if isinstance(rendered, DataError):
+                return rendered
+            encoded, is_whole = rendered
             self._shortened += [] if is_whole else [row.origin]
-            return ids
-        if row.text is None or not row.text.strip():
-            return []
-        # verbose=False: text longer than the model's context is cut later, so no warning is due.
-        return list(self._tokenizer()(row.text, verbose=False)["input_ids"])
+        elif row.text is not None and row.text.strip():
+            # verbose=False: text longer than the model's context is cut later, without a warning
+            encoded = list(self._tokenizer()(row.text, verbose=False)["input_ids"])
+        self.counts.conversations += row.messages is not None
+        self.counts.token_ids += row.input_ids is not None
+        self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
+        return encoded
 
     def _check_ids(self, ids: Sequence[int], row: Row) -> None:
         """Refuse an id without a row in the embedding.
@@ -301,18 +293,14 @@ class RowEncoder:
 
 def render_messages(
     tokenizer: Any, messages: Sequence[Message], origin: str, *, tools: Sequence[Any] | None = None
-) -> tuple[list[int], bool]:
+) -> tuple[list[int], bool] | DataError:
     """Render a conversation with the tokenizer's chat template and tokenize the result.
 
     If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
 
     Returns:
         The token ids, and whether the rendered text holds the content of every message and the
-        name of every function that is called.
-
-    Raises:
-        RejectedRowError: the template rejects this conversation.
-        DataError: there is no template, or it cannot be used with any conversation.
+        name of every function that is called; or an error if the template rejects the conversation.
     """
     contents = list(_list_contents(messages))
 
@@ -339,10 +327,10 @@ def render_messages(
             hint += "with"
         if fault:
             raise DataError(fault, hint=hint) from error
-        raise RejectedRowError(
+        return DataError(
             f"{origin}: the chat template rejects the conversation ({error})",
             hint="check the order and names of the roles",
-        ) from error
+        )
     if not holds_all(text):
         # Templates of vision models may read only lists of parts, and skip plain text. Other
         # templates leave out thoughts, and fail at lists of parts.

@@ -73,11 +73,7 @@ class MediaEncoder:
     """Encodes rows with the processor of one model."""
 
     def __init__(self, processor: Any, config: Any, name: str) -> None:
-        """Take a processor of transformers, and the config of its model, which is called `name`.
-
-        Raises:
-            DataError: neither the processor nor its tokenizer has a chat template.
-        """
+        """Take a processor of transformers, and the config of its model, which is called `name`."""
         self._processor = processor
         self._name = name
         self._placeholders = find_placeholders(config, processor)
@@ -120,12 +116,7 @@ class MediaEncoder:
         return MediaRow(row=row, ids=ids, kinds=kinds, digest=_hash_tensors(tensors), encoder=self)
 
     def process(self, row: Row) -> dict[str, torch.Tensor]:
-        """Let the processor make all tensors of a row.
-
-        Raises:
-            UsageError: the processor needs a package that is not installed.
-            DataError: it refuses the row, or a medium cannot be read.
-        """
+        """Let the processor make all tensors of a row."""
         rate: dict[str, int] = {}
 
         def decode(part: ContentPart) -> Message:

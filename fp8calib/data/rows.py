@@ -111,10 +111,6 @@ def parse_row(
     content is that of `text_column` if given: text, a list of messages, or a list of token ids.
     Media are parts of messages, or stand in columns (`image`, `images`, ...) that are read unless
     `text_column` is given; relative paths of files start at `folder`.
-
-    Raises:
-        DataError: no field is usable, or the one used has the wrong type or is empty.
-
     """
     row = _expect(value, dict, f"{origin}: a row", "a JSON object")
     if text_column is not None:

@@ -280,11 +280,7 @@ class Share:
 
 
 def parse_share(text: str) -> Share:
-    """Parse `I/N`.
-
-    Raises:
-        UsageError: the text has another form, or I is not from 1 to N.
-    """
+    """Parse `I/N`."""
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(
@@ -294,11 +290,7 @@ def parse_share(text: str) -> Share:
 
 
 def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batch]:
-    """Cut a plan into batches and return those of a shard, or all of them.
-
-    Raises:
-        UsageError: there are fewer batches than shards.
-    """
+    """Cut a plan into batches and return those of a shard, or all of them."""
     whole = list(batches(plan, batch_size))
     if shard is None:
         return whole

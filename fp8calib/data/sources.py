@@ -41,10 +41,6 @@ def split_data(
 
     Returns:
         The specs, and the rows; None if `data` is specs or None.
-
-    Raises:
-        DataError: `data` is neither specs nor rows.
-        UsageError: a row is the name of a data source (raised by the rows).
     """
     if data is None or isinstance(data, str | Path):
         return (() if data is None else (str(data),)), None
@@ -109,9 +105,6 @@ def iter_rows(
     """Yield the rows of a spec, read from `text_column` if given (see `parse_row`).
 
     A row that cannot be used is yielded as its error.
-
-    Raises:
-        DataError: a file or dataset cannot be read, or has no rows.
     """
     for place in spec.files or (spec.source,):
         name = spec.label

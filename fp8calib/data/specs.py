@@ -61,11 +61,6 @@ def parse_spec(text: str) -> DataSpec:
 
     A path that exists is used as written, even if it contains '@' or ':'. Otherwise a number after
     the last '@' is a weight. `builtin` always means the built-in text (`./builtin` is a folder).
-
-    Raises:
-        UsageError: the spec has none of the accepted forms, or its weight is not positive.
-        DataError: the file or folder does not exist, or the folder holds no data file.
-
     """
     body, weight = text, None
     before, separator, number = text.rpartition("@")

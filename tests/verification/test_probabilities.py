@@ -21,7 +21,7 @@ from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks
-from fp8calib.verification.emulation.fake_quantize import Damage, DamageSums, Quantizer
+from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer, add_damage
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     attending_bytes,
@@ -191,9 +191,8 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(
     kept = torch.tensor([*range(first, 18), 23, 24])
     quantizer = QUANTIZER.to(torch.device(device))
     _, [row] = attend_in_fp32(place(call, device), quantizer, kept if first else None)
-    sums = DamageSums()
-    sums.add("P", row)
-    sums.settle()
+    totals: dict[str, torch.Tensor] = {}
+    add_damage(totals, [("P", row)])
 
     signal, noise, count = 0.0, 0.0, 0
     for head, row in itertools.product(range(HEADS), range(first, 18 if first else 20, 8)):
@@ -202,7 +201,7 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(
         p = np.exp(scores - scores.max())
         rounded = (p * 256).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256
         signal, noise, count = signal + (p**2).sum(), noise + ((rounded - p) ** 2).sum(), count + 20
-    damage = Damage(*sums.totals["P"].tolist())
+    damage = Damage(*totals["P"].tolist())
     assert (damage.num_elements, damage.amax, damage.clipped) == (count, 1.0, 0.0)
     assert damage.signal == pytest.approx(signal, rel=1e-5)
     assert damage.noise == pytest.approx(noise, rel=1e-3)

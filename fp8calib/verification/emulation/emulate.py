@@ -28,9 +28,9 @@ from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.fake_quantize import (
     DamageRow,
-    DamageSums,
     FakeQuantized,
     Quantizer,
+    add_damage,
     measure_damage,
     measure_heads,
     sum_damage,
@@ -65,13 +65,11 @@ class EmulationHooks:
         """The positions in the batch that are not padding."""
         self._prompt: torch.Tensor | None = None
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
-        self._numbers: dict[torch.device, torch.Tensor] = {}
-        """For a padded batch: the numbers that `_find_counted` gives tokens."""
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}
-        self._sums = DamageSums()
-        self.damage = self._sums.totals
+        self._rows: list[tuple[Site, DamageRow]] = []
+        self.damage: dict[Site, torch.Tensor] = {}
         """The sums of `measure_damage` over all batches that ended."""
         self.weight_scales: dict[Site, ScaleRange] = {}
         """The scales that the weights were quantized with."""
@@ -84,13 +82,13 @@ class EmulationHooks:
         """Open a forward pass; `mask` is False at padding, bool [B, S]."""
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
         self._mask = self._prompt = mask
-        self._numbers.clear()
         self._inputs.clear()
-        self._sums.drop()
+        self._rows.clear()
 
     def end_batch(self) -> None:
         """Sum up the damage, and let go of the batch's tensors."""
-        self._sums.settle()
+        add_damage(self.damage, self._rows)
+        self._rows.clear()
         self._inputs.clear()
 
     def on_kv(
@@ -105,9 +103,10 @@ class EmulationHooks:
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q before the factor that the model multiplies it by, as the engine does."""
         site, divisor = attention.site(Role.Q), attention.query_divisor
-        if site not in self._quantizers or divisor == 1.0:
+        if divisor == 1.0:
             return self._heads(site, query)
-        return self._heads(site, query / divisor) * divisor
+        values = self._heads(site, given := query / divisor)
+        return query if values is given else values * divisor
 
     def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         """Quantize K, V or q [B, H, S, D], if the site is quantized."""
@@ -116,7 +115,7 @@ class EmulationHooks:
             return x
         stride = FLUSH_STRIDE if site.role is Role.Q else 1
         values, damage = self._quantize(site, quantizer, x, stride)
-        self._sums.add(site, damage)
+        self._rows.append((site, damage))
         return values
 
     def attend(self, attention: Attention, call: AttentionCall) -> Any:
@@ -131,10 +130,10 @@ class EmulationHooks:
             self._has_own_attention[module] = not is_reproduced(call, self._kept)
         if site not in self._quantizers or self._has_own_attention[module]:
             return call.run()
-        quantizer = self._place(site, self._quantizers[site], call.query.device)
+        heads, device = call.query.shape[1], call.query.device
+        quantizer = self._place(site, self._quantizers[site], heads, device)
         output, damage = attend_in_fp32(call, quantizer, self._kept)
-        for row in damage:
-            self._sums.add(site, row)
+        self._rows += [(site, row) for row in damage]
         return output, None
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -170,8 +169,7 @@ class EmulationHooks:
             found = values.reshape(x.shape), damage
             self._inputs.append((x, x._version, quantizer, *found))
             del self._inputs[:-_REMEMBERED_INPUTS]
-        for site in sites:
-            self._sums.add(site, found[1])
+        self._rows += [(site, found[1]) for site in sites]
         return found[0]
 
     def _quantize(
@@ -183,11 +181,12 @@ class EmulationHooks:
         tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, DamageRow]:
         """Quantize [B, H, S, D], and measure what that does to the tokens that count."""
-        placed = self._place(site, quantizer, x.device).for_heads(x.shape[1])
+        placed = self._place(site, quantizer, x.shape[1], x.device)
         num_tokens = x.shape[0] * x.shape[2]
         # padding is found where a tensor has as many tokens as the batch
         is_known = self._mask is None or tokens is not None or num_tokens == self._mask.numel()
-        if is_known and has_emulation_kernel(x.device) and placed.fits_kernel:
+        has_kernel = x.device.type != "cpu" and has_emulation_kernel(x.device)
+        if is_known and has_kernel and placed.fits_kernel:
             counted = self._find_counted(x.device, tokens)
             return _quantize_in_kernel(x, placed, flush_stride, counted)
         before, after = x, (fake := placed.fake(x))
@@ -213,23 +212,33 @@ class EmulationHooks:
         def number(chosen: torch.Tensor) -> torch.Tensor:
             return torch.where(chosen, chosen.cumsum(0, dtype=torch.int32) - 1, -1)
 
-        if device not in self._numbers:
-            self._numbers[device] = number(self._mask.flatten()).to(device, non_blocking=True)
-        numbers, count = self._numbers[device], len(self._kept)
+        numbers = number(self._mask.flatten()).to(device, non_blocking=True)
+        count = len(self._kept)
         if tokens is None:
             return numbers, count
         return number(numbers[tokens] >= 0), count * (len(tokens) // len(numbers))
 
-    def _place(self, key: Hashable, quantizer: Quantizer, device: torch.device) -> Quantizer:
-        """Copy static scales to a GPU, once; that of a sequence is found in its prompt."""
-        if quantizer.round_trip is not None and quantizer.scale is Granularity.TENSOR:
+    def _place(
+        self, key: Hashable, quantizer: Quantizer, num_heads: int, device: torch.device
+    ) -> Quantizer:
+        """Copy static scales to a GPU, once; that of a sequence is found in its prompt.
+
+        Scales of heads are repeated where a model repeats its KV heads before caching them.
+        """
+        scale = quantizer.scale
+        if quantizer.round_trip is not None and scale is Granularity.TENSOR:
             store: Callable[..., torch.Tensor] = quantizer.round_trip
             prompt = None if self._prompt is None else self._prompt.to(device, non_blocking=True)
             return replace(quantizer, round_trip=partial(store, is_prompt=prompt))
-        if device.type == "cpu":
+        is_repeated = isinstance(scale, torch.Tensor) and scale.ndim > 1 and len(scale) != num_heads
+        if device.type == "cpu" and not is_repeated:
             return quantizer
         if (key, device) not in self._placed:
-            self._placed[key, device] = quantizer.to(device)
+            if isinstance(scale, torch.Tensor) and is_repeated:
+                spread = scale.repeat_interleave(num_heads // len(scale), 0)
+                quantizer = replace(quantizer, scale=spread)
+            placed = quantizer if device.type == "cpu" else quantizer.to(device)
+            self._placed[key, device] = placed
         return self._placed[key, device]
 
 
@@ -357,12 +366,6 @@ class MeasurementHooks(EmulationHooks):
         sequences = range(batch.first, batch.first + len(batch.lengths))
         self._is_measured = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
 
-    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
-        """Measure q before the factor that the model multiplies it by."""
-        divisor = attention.query_divisor
-        self._heads(attention.site(Role.Q), query if divisor == 1.0 else query / divisor)
-        return query
-
     def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         """Measure K, V or q [B, H, S, D]."""
         measured = self._measured.get(site, {}) if self._is_measured else {}
@@ -373,7 +376,7 @@ class MeasurementHooks(EmulationHooks):
             heads = heads[:, self._kept.to(x.device, non_blocking=True)]
         for name, quantizer in measured.items():
             key = (name, site)
-            mine = self._place(key, quantizer.for_heads(len(heads)), heads.device)
+            mine = self._place(key, quantizer, len(heads), heads.device)
             pair = [measure_heads(heads, mine.fake(heads))] * 2
             if quantizer.is_scaled:
                 fitted = mine.fitted_to(heads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -77,13 +77,6 @@ class Quantizer:
             return self
         scale = self.scale.reshape(self.scale.shape or (1,))
         return replace(self, scale=scale.to(device, non_blocking=True))
-
-    def for_heads(self, num_heads: int) -> Quantizer:
-        """Repeat per-head scales where a model repeats its KV heads before caching them."""
-        scale = self.scale
-        if not isinstance(scale, torch.Tensor) or scale.ndim < 2 or len(scale) == num_heads:
-            return self
-        return replace(self, scale=scale.repeat_interleave(num_heads // len(scale), 0))
 
     def fitted_to(self, heads: torch.Tensor) -> Quantizer:
         """Multiply each static scale by the smallest power of two with which nothing clips.
@@ -277,85 +270,49 @@ def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([stacked[..., :-1].sum(0), stacked[..., -1:].amax(0)], -1)
 
 
-# --- many tensors ------------------------------------------------------------------------------
-
-_MOST_ROWS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SummedDamage:
-    """The damage to a tensor, summed up by each program of a kernel."""
-
-    sums: torch.Tensor
-    """fp64 [N, 6]: x squared, the error squared, how many elements clipped, how many of the chosen
-    are not zero before and after, and the amax."""
-    num_elements: int
-    num_chosen: int
+DamageRow = torch.Tensor | tuple[torch.Tensor, int, int]
+"""The damage to one tensor: as `measure_damage` gives it; or fp64 [N, 6], one row of each program
+of a kernel, with the number of elements, and of those in which zeros are counted. A row has x
+squared, the error squared, how many clipped, how many of the chosen were not zero, how many of them
+are not zero now, and the largest magnitude."""
 
 
-DamageRow = torch.Tensor | SummedDamage
-"""The damage to one tensor, as `measure_damage` gives it or still to be reduced."""
+def add_damage(totals: dict[Any, torch.Tensor], rows: Iterable[tuple[Any, DamageRow]]) -> None:
+    """Add the damage to tensors, by their keys, to `totals`, the sums of `measure_damage`.
 
-
-class DamageSums:
-    """Sums up the damage to many tensors by key.
-
-    What kernels summed up waits until `settle`, which reduces many tensors in one kernel.
+    A GPU runs few kernels: many tensors are reduced together, and added together.
     """
-
-    def __init__(self) -> None:
-        self.totals: dict[Any, torch.Tensor] = {}
-        """The sums of `measure_damage`; complete after `settle`."""
-        self._rows: list[tuple[Any, DamageRow]] = []
-
-    def add(self, key: Any, row: DamageRow) -> None:
-        """Add the damage to one tensor."""
-        self._rows.append((key, row))
-        if len(self._rows) >= _MOST_ROWS:
-            self.settle()
-
-    def drop(self) -> None:
-        """Forget what was added since `settle`."""
-        self._rows.clear()
-
-    def settle(self) -> None:
-        """Add all that waits to the totals."""
-        alike = defaultdict[tuple[torch.device, torch.Size], dict[int, SummedDamage]](dict)
-        for _, row in self._rows:
-            if isinstance(row, SummedDamage):  # several keys may have the same
-                alike[row.sums.device, row.sums.shape][id(row)] = row
-        reduced: dict[int, torch.Tensor] = {}
-        for parts in alike.values():
-            reduced |= zip(parts, _reduce_summed(list(parts.values())), strict=True)
-        rows = [
-            (k, row if isinstance(row, torch.Tensor) else reduced[id(row)]) for k, row in self._rows
-        ]
-        self.drop()
-        while rows:  # each key once at a time
-            later: list[tuple[Any, torch.Tensor]] = []
-            groups = defaultdict[torch.device, dict[Any, tuple[torch.Tensor, torch.Tensor]]](dict)
-            for key, row in rows:
-                total = self.totals.get(key)
-                if total is None:
-                    self.totals[key] = row
-                elif key in groups[total.device]:
-                    later.append((key, row))
-                else:
-                    groups[total.device][key] = total, row.to(total.device)
-            for group in groups.values():
-                totals, new = zip(*group.values(), strict=True)
-                one, other = torch.stack([*totals, *new]).chunk(2)  # three kernels in all on a GPU
-                joined = one + other
-                torch.maximum(one[..., -1], other[..., -1], out=joined[..., -1])
-                self.totals |= zip(group, joined.unbind(), strict=True)
-            rows = later
+    waiting = defaultdict[Any, list[torch.Tensor]](list)
+    rows = list(rows)
+    alike = defaultdict[tuple[torch.device, torch.Size], dict[int, Any]](dict)
+    for _, row in rows:
+        if isinstance(row, tuple):  # several keys may have the same
+            alike[row[0].device, row[0].shape][id(row)] = row
+    reduced: dict[int, torch.Tensor] = {}
+    for summed in alike.values():
+        reduced |= zip(summed, _reduce_summed(list(summed.values())), strict=True)
+    for key, row in rows:
+        waiting[key].append(reduced[id(row)] if isinstance(row, tuple) else row)
+    for key, parts in waiting.items():
+        if key not in totals:
+            totals[key] = parts.pop(0)
+    while any(waiting.values()):  # each key once at a time
+        groups = defaultdict[torch.device, list[Any]](list)
+        for key in (key for key, parts in waiting.items() if parts):
+            groups[totals[key].device].append(key)
+        for device, keys in groups.items():
+            new = [waiting[key].pop(0).to(device) for key in keys]
+            one, other = torch.stack([*(totals[key] for key in keys), *new]).chunk(2)
+            joined = one + other
+            torch.maximum(one[..., -1], other[..., -1], out=joined[..., -1])
+            totals.update(zip(keys, joined.unbind(), strict=True))
 
 
-def _reduce_summed(parts: Sequence[SummedDamage]) -> Sequence[torch.Tensor]:
+def _reduce_summed(parts: Sequence[tuple[torch.Tensor, int, int]]) -> Sequence[torch.Tensor]:
     """Give the rows of tensors whose kernels had as many programs."""
-    stacked = torch.stack([each.sums for each in parts])
+    stacked = torch.stack([sums for sums, _, _ in parts])
     signal, noise, clipped, before, after, _ = stacked.sum(1).unbind(1)
-    sizes = [(each.num_elements, each.num_elements / each.num_chosen) for each in parts]
+    sizes = [(count, count / chosen) for _, count, chosen in parts]
     on_host = torch.tensor(sizes, dtype=torch.float64)
     num_elements, factor = on_host.to(stacked.device, non_blocking=True).unbind(1)
     flushed = (before - after).clamp(min=0) * factor

@@ -16,7 +16,7 @@ import triton.language as tl
 from fp8calib.calibration import kernels
 from fp8calib.numerics.formats import Fp8Format, Specials
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.fake_quantize import Quantizer, SummedDamage
+from fp8calib.verification.emulation.fake_quantize import DamageRow, Quantizer
 
 _WIDE = 256
 """Rows of more elements are taken a few at a time: the more programs share them."""
@@ -32,7 +32,7 @@ def fake_quantize(
     *,
     flush_stride: int,
     counted: tuple[torch.Tensor, int] | None = None,
-) -> tuple[torch.Tensor, SummedDamage]:
+) -> tuple[torch.Tensor, DamageRow]:
     """Quantize and dequantize [B, H, S, D], as `quantizer.fits_kernel` allows.
 
     Args:
@@ -91,9 +91,7 @@ def fake_quantize(
     if counted is not None:
         num_tokens, num_chosen = counted[1], triton.cdiv(counted[1], flush_stride)
     per_token = heads * width
-    return y, SummedDamage(
-        sums=sums, num_elements=num_tokens * per_token, num_chosen=num_chosen * per_token
-    )
+    return y, (sums, num_tokens * per_token, num_chosen * per_token)
 
 
 def round_probabilities_(
@@ -103,7 +101,7 @@ def round_probabilities_(
     first_row: int | None,
     sinks: torch.Tensor | None,
     counted: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, SummedDamage | None]:
+) -> tuple[torch.Tensor, torch.Tensor, DamageRow | None]:
     """Turn contiguous scores into softmax's numerators, as torch in `probabilities.py`, in place.
 
     The static scale of `quantizer` is a power of two, on the device of `scores`. Sums are not below
@@ -140,7 +138,7 @@ def round_probabilities_(
     if counted is None:
         return scores, totals, None
     count = heads * len(counted) * num_keys
-    return scores, totals, SummedDamage(sums=sums, num_elements=count, num_chosen=count)
+    return scores, totals, (sums, count, count)
 
 
 def _describe(fmt: Fp8Format) -> dict[str, float]:

@@ -21,9 +21,9 @@ from fp8calib.numerics.cast import round_positive_
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.fake_quantize import (
     DamageRow,
-    DamageSums,
     FakeQuantized,
     Quantizer,
+    add_damage,
     measure_damage,
 )
 
@@ -250,10 +250,9 @@ def make_p_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[
             counted=torch.arange(0, 40, _STRIDE),
         )
         assert row is not None  # noqa: S101 -- rows are counted
-        sums = DamageSums()
-        sums.add("damage", row)
-        sums.settle()
-        return {"P": p, "sums of P": total, **sums.totals}
+        damage: dict[str, torch.Tensor] = {}
+        add_damage(damage, [("damage", row)])
+        return {"P": p, "sums of P": total, **damage}
 
     def by_kernel() -> Results:
         from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
