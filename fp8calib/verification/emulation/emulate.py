@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 FLUSH_STRIDE = 8
 """Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
 _REMEMBERED_INPUTS = 2
+_MOST_ROWS = 4096
 
 
 class EmulationHooks:
@@ -134,6 +135,9 @@ class EmulationHooks:
         quantizer = self._place(site, self._quantizers[site], heads, device)
         output, damage = attend_in_fp32(call, quantizer, self._kept)
         self._rows += [(site, row) for row in damage]
+        if len(self._rows) >= _MOST_ROWS:  # a long sequence has many chunks
+            add_damage(self.damage, self._rows)
+            self._rows.clear()
         return output, None
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
