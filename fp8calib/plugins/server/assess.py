@@ -16,6 +16,7 @@ from fp8calib.plugins.server.diagnose import (
     Changes,
     Diagnosis,
     ServerFinding,
+    describe_diagnosis,
     diagnose,
     explain_with_faults,
     mean_square,
@@ -35,7 +36,6 @@ from fp8calib.plugins.server.result import (
     ServerResult,
     UnquantizedServer,
 )
-from fp8calib.plugins.server.sentences import describe_diagnosis
 from fp8calib.verification.judge.gates import Gate, judge
 from fp8calib.verification.report import (
     SCALE_ONE,

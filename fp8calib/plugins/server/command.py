@@ -35,7 +35,7 @@ from fp8calib.plugins.server.faults import changes_of, has_scaled_kv, list_query
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER, ServedResult, ServerVerifyResult
 from fp8calib.plugins.server.score import Server
-from fp8calib.plugins.server.served_candidates import compare_served, list_served
+from fp8calib.plugins.server.served import compare_served, list_served
 from fp8calib.text import Block, Line, Table
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.tables import describe_pair, format_mean_kld

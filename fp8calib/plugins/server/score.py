@@ -10,18 +10,19 @@ from typing import Any, TypeVar
 import torch
 
 from fp8calib.calibration.progress import Progress
-from fp8calib.errors import Fp8CalibError, ModelError, ServerError
+from fp8calib.errors import Fp8CalibError, ModelError, ServerError, cut_list, shorten
 from fp8calib.plugins.server.answers import AnswerError, ServerScores, WrittenSequence
 from fp8calib.plugins.server.client import Response, ServerClient, run_to_end
-from fp8calib.plugins.server.identify import check_tokenizer, identify
 from fp8calib.plugins.server.model_text import SAMPLING_SEED, count_given
 from fp8calib.plugins.server.request import ServerRequest
-from fp8calib.plugins.server.served_hooks import count_prompt
-from fp8calib.plugins.server.server_kinds import ServerKind
+from fp8calib.plugins.server.served import count_prompt
+from fp8calib.plugins.server.server_kinds import KINDS, ServerKind
 
 T = TypeVar("T")
 _CONNECTING_S = 60.0
 """The longest wait for an answer before the text is sent: none of these requests runs the model."""
+_PROBE = 'The quick brown fox: 3.14, "na\u00efve" \u6771\u4eac\n\tdef f(x): return x**2'
+_PROBE_TOKENS = 64
 _OTHER_MODEL = "the server has another model: name the one that is served"
 _TOO_LONG = (
     "context length",
@@ -204,7 +205,7 @@ def connect(
     async def ask() -> Server:
         timeout_s = min(request.server_timeout, _CONNECTING_S)
         async with client.connected(timeout_s, request.server_concurrency):
-            found, name, most = await identify(
+            found, name, most = await _identify(
                 client, kind=kind, model=model, likely_kind=request.server_kind
             )
             longest = max(map(len, sequences))
@@ -217,7 +218,7 @@ def connect(
                 )
             note = "the tokenizers were not compared: the model has none"
             if tokenizer is not None:
-                note = await check_tokenizer(name, client, tokenizer, sequences[0].tolist())
+                note = await _check_tokenizer(name, client, tokenizer, sequences[0].tolist())
             return Server(
                 request=request,
                 client=client,
@@ -228,3 +229,89 @@ def connect(
             )
 
     return run_to_end(ask())
+
+
+async def _identify(
+    client: ServerClient, *, kind: str | None, model: str | None, likely_kind: str | None
+) -> tuple[ServerKind, str, int | None]:
+    """Find the kind and the model of a server; `kind` and `model` are what the user named.
+
+    A server that is not recognised is of the `likely_kind`.
+
+    Give its kind, the name that requests give the model, and the longest prompt and answer
+    together, in tokens; None if the server does not say.
+    """
+    models = await client.ask("/v1/models")
+    data = models.body.get("data") if isinstance(models.body, dict) else None
+    cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+    owners = [owner for card in cards if (owner := _read_name(card, "owned_by")) in KINDS]
+    known = kind or next(iter(owners), likely_kind)
+    if known is None:
+        raise ServerError(
+            f"{client.url}: no vLLM or SGLang server: /v1/models answers "
+            f"{models.status}: {models.text}",
+            hint=f"check the URL, or name its kind with --server-kind: {', '.join(KINDS)}",
+        )
+    card = _choose_card(client, cards, model)
+    length = card.get("max_model_len")
+    is_length = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    return KINDS[known], model or _read_name(card, "id"), length if is_length else None
+
+
+def _choose_card(
+    client: ServerClient, cards: Sequence[dict[str, Any]], model: str | None
+) -> dict[str, Any]:
+    names = [_read_name(card, "id") for card in cards]
+    if model is None and len(cards) == 1:
+        return cards[0]
+    if model in names:
+        return cards[names.index(model)]
+    hint = f"with {client.model_option}"
+    if not cards:
+        if model is not None:
+            return {}  # a server that does not list its models
+        why = f"{client.url}: the server lists no models"
+        raise ServerError(why, hint=f"name the model {hint}")
+    what = f"does not serve {shorten(model)}" if model else f"serves {len(cards)} models"
+    raise ModelError(
+        f"{client.url}: the server {what}; it has {cut_list(names)}",
+        hint=f"name one of them {hint}",
+    )
+
+
+def _read_name(card: dict[str, Any], key: str) -> str:
+    return value if isinstance(value := card.get(key), str) else ""
+
+
+async def _check_tokenizer(
+    model: str, client: ServerClient, tokenizer: Any, ids: Sequence[int]
+) -> str:
+    """Compare the server's tokenizer with the model's, on a text and on the beginning of `ids`.
+
+    Give the reason if they could not be compared; empty if the two agree.
+    """
+    for text in (_PROBE, tokenizer.decode(list(ids[:_PROBE_TOKENS]))):
+        here = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        answer = await client.ask("/tokenize", body)
+        is_known = answer.is_ok and isinstance(answer.body, dict)
+        there = answer.body.get("tokens") if is_known else None
+        if not isinstance(there, list):
+            return "the tokenizers were not compared: the server has no /tokenize"
+        if there != here:
+            pairs = enumerate(zip(here, there, strict=False))
+            shorter = min(len(here), len(there))
+            place = next((number for number, (one, other) in pairs if one != other), shorter)
+            raise ModelError(
+                f"{client.url}: the server has another model: its tokenizer turns "
+                f"{shorten(text[:40])!r} into {_show(there, place)}, and the model's into "
+                f"{_show(here, place)}",
+                hint="name the model that is served, or the right server",
+            )
+    return ""
+
+
+def _show(ids: Sequence[int], place: int) -> str:
+    first = max(place - 2, 0)
+    shown = ", ".join(map(str, ids[first : place + 3]))
+    return f"{'..., ' if first else ''}{shown} ({len(ids)} tokens)"
