@@ -122,7 +122,7 @@ class EngineSettings:
                 )
             num_tokens = sum(batch.num_tokens for batch in todo)
             run.progress.stage("calibrating in vLLM", num_tokens, unit="tokens")
-            _run_all(engine, todo, run.progress, run.journal)
+            engine.run(todo, run.progress, run.journal)
             return engine.stats(), unseen
 
     @property
@@ -160,18 +160,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UsageError("--engine-option load_format=dummy: random weights")
 
 
-def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, journal: Journal | None) -> None:
-    waiting = [each for batch in todo for each in cut_into(batch, 1)]
-    size = 1
-    while waiting:
-        group, waiting = waiting[:size], waiting[size:]
-        took_s = run.feed(group)
-        progress.advance(sum(each.num_tokens for each in group))
-        size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
-        if journal is not None:
-            journal.save_if_due(run.sequences, run.stats)
-
-
 class _Run:
     """One run of sequences through an engine."""
 
@@ -199,19 +187,27 @@ class _Run:
             self._call("execute_dummy_batch")
         self._call("fp8calib_observe", self.matched.list_modules(), self._num_sequences)
 
-    def feed(self, group: Sequence[Batch]) -> float:
-        """Run sequences through vLLM, and give the seconds that it took.
+    def run(self, todo: Sequence[Batch], progress: Progress, journal: Journal | None) -> None:
+        """Run batches, each sequence alone, in groups that take about `_GROUP_S`."""
+        waiting = [each for batch in todo for each in cut_into(batch, 1)]
+        size = 1
+        while waiting:
+            group, waiting = waiting[:size], waiting[size:]
+            started = time.monotonic()
+            self._feed(group)
+            took_s = time.monotonic() - started
+            progress.advance(sum(each.num_tokens for each in group))
+            size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
+            if journal is not None:
+                journal.save_if_due(self._ran, self.stats)
 
-        Raises:
-            RankLostError: vLLM died.
-            CalibrationError: it refuses a sequence.
-        """
+    def _feed(self, group: Sequence[Batch]) -> None:
+        """Run sequences through vLLM, which may die or refuse one."""
         from vllm import SamplingParams  # noqa: PLC0415
 
         expected: list[SequenceKey] = [
             (each.first, each.lengths[0], checksum(each.input_ids[0])) for each in group
         ]
-        started = time.monotonic()
         self._found = None
         self._call("fp8calib_expect", expected)
         prompts = [{"prompt_token_ids": each.input_ids[0].tolist()} for each in group]
@@ -227,34 +223,25 @@ class _Run:
                 ) from error
             raise _lost(error) from error
         self._sequences.extend(group)
-        return time.monotonic() - started
 
     @property
-    def sequences(self) -> tuple[tuple[int, int], ...]:
+    def _ran(self) -> tuple[tuple[int, int], ...]:
         """The sequences that were run, as half-open ranges."""
         return join_ranges([(each.first, each.first + 1) for each in self._sequences])
 
     def stats(self) -> dict[Site, SiteStats]:
-        """Give the statistics of all sequences so far."""
-        if self._found is None:
-            self._found = self._collect()
-        return self._found
-
-    def _collect(self) -> dict[Site, SiteStats]:
-        """Fetch the statistics of all ranks, and check that every token was seen once.
+        """Give the statistics of all sequences so far; check that every token was seen once.
 
         Raises:
             CalibrationError: the ranks did not see the tokens of the plan, or saw NaN or infinity.
         """
+        if self._found is not None:
+            return self._found
         found = [
-            _read_answer(rank, answer, self.sequences)
+            _read_answer(rank, answer, self._ran)
             for rank, answer in zip(self._ranks, self._call("fp8calib_collect"), strict=True)
         ]
         sites = join_observed(self.matched, self._observe, self._ranks, found)
-        self._check_counts(sites)
-        return sites
-
-    def _check_counts(self, sites: Mapping[Site, SiteStats]) -> None:
         expected = sum(each.num_tokens for each in self._sequences)
         for site, stats in sites.items():
             # A model may call a linear several times in a pass.
@@ -264,6 +251,8 @@ class _Run:
                     f"vLLM showed {stats.count:,} tokens at {site}, and {expected:,} were run",
                     hint="`fp8calib calibrate` runs transformers",
                 )
+        self._found = sites
+        return sites
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         try:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -60,6 +61,9 @@ _PRINT_VERSION = (
     "from importlib import metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
 )
 _ENVIRONMENT_HINT = "name a Python with vLLM: --python PATH"
+_UNSCALED = LoadVerdict(
+    status=Status.DEFAULTED, value=1.0, why="vLLM's own loader has no scale for this layer"
+)
 _IMPORT_HINT = "it cannot import vLLM: repair its packages, or name another with --python PATH"
 
 
@@ -214,12 +218,21 @@ def amend_by_loader(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
             amended = amended.add(unknown=["what its weights and their scales hold is not judged"])
     elif report.weights is None and silent is not None:
         amended = amended.model_copy(update={"weights": silent})
-    layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
+    held: dict[tuple[int, str], list[tuple[float, ...]]] = defaultdict(list)
+    for scales in answer.scales:
+        by_layer: dict[int, Mapping[str, tuple[float, ...]]] = {}
+        for module, own in scales.items():
+            for layer in list_indices(module):
+                by_layer.setdefault(layer, own)
+        for layer, own in by_layer.items():
+            for role, numbers in own.items():
+                held[layer, role].append(numbers)
+    amended = amended.put(
+        {slot: _amend(verdict, held.get(slot, ())) for slot, verdict in report.slots.items()}
+    )
     files = cut_list(answer.files, _MOST_FILES) or "no safetensors file"
     loaded = f"vLLM {answer.version} loaded it, from {files}"
-    return amended.model_copy(update={"layers": layers}).add(
-        problems=[loaded, *_list_differences(report.layers, layers)]
-    )
+    return amended.add(problems=[loaded, *_list_differences(report.layers, amended.layers)])
 
 
 def _find_silent_fault(answer: LoaderAnswer, doubts: Sequence[str]) -> LoadVerdict | None:
@@ -252,35 +265,19 @@ def _report_error(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
     return refused.change(lambda _: verdict).add(problems=notes)
 
 
-def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:
-    held = [
-        next(each for module, each in scales.items() if layer.layer in list_indices(module))
-        for scales in answer.scales
-        if any(layer.layer in list_indices(module) for module in scales)
-    ]
-    if not held:
-        is_unknown = layer.k.status is Status.UNKNOWN
-        return LayerVerdict(layer=layer.layer, k=_UNSCALED, v=_UNSCALED) if is_unknown else layer
-    return LayerVerdict(
-        layer=layer.layer,
-        k=_amend_verdict(layer.k, [each["k"] for each in held]),
-        v=_amend_verdict(layer.v, [each["v"] for each in held]),
-    )
-
-
-_UNSCALED = LoadVerdict(
-    status=Status.DEFAULTED, value=1.0, why="vLLM's own loader has no scale for this layer"
-)
-
-
 def list_indices(module: str) -> list[int]:
     """List the numbers in a module's path; the first is that of its layer."""
     return [int(part) for part in module.split(".") if part.isdigit()][:1]
 
 
-def _amend_verdict(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> LoadVerdict:
+def _amend(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> LoadVerdict:
     """Judge the numbers that the ranks hold: one each, or one for each of their heads."""
-    rank, number = _choose_number(held)
+    if not held:
+        return _UNSCALED if verdict.status is Status.UNKNOWN else verdict
+    # one that is not a scale, else the largest (as the replay)
+    numbers = [(rank, number) for rank, own in enumerate(held) for number in own]
+    odd = (each for each in numbers if not is_scale(each[1]))
+    rank, number = next(odd, max(numbers, key=itemgetter(1)))
     is_agreed = verdict.status not in (Status.REFUSED, Status.UNKNOWN) and (
         verdict.value is None or math.isclose(verdict.value, number, rel_tol=1e-3)
     )
@@ -291,13 +288,6 @@ def _amend_verdict(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> L
         why = f"{loader} leaves the scale at 1.0"
         return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=verdict.fix)
     return judge_number(number, f"{loader} holds it")
-
-
-def _choose_number(held: Sequence[tuple[float, ...]]) -> tuple[int, float]:
-    """Choose a rank and its number: one that is not a scale, else the largest (as the replay)."""
-    numbers = [(rank, number) for rank, own in enumerate(held) for number in own]
-    odd = (each for each in numbers if not is_scale(each[1]))
-    return next(odd, max(numbers, key=itemgetter(1)))
 
 
 def _list_differences(
