@@ -7,7 +7,7 @@ names and shapes. No weight is read: what it gets from a file is an empty tensor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,36 +28,14 @@ from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.errors import shorten
 
 
-@dataclass(frozen=True, slots=True)
-class MetaModel:
-    """A model on the meta device, and what its loading reported."""
-
-    model: torch.nn.Module
-    missing: frozenset[str]
-    """The parameters that no tensor filled."""
-    unexpected: frozenset[str]
-    """The tensors that filled no parameter, by the names that transformers gave them."""
-    read: Mapping[str, str]
-    """By tensor that filled a parameter, or a part of one: its file."""
-    files: tuple[str, ...]
-    """What transformers opened."""
-
-    def find_module(self, path: str) -> torch.nn.Module | None:
-        """Find a module; None where the model has none of that path."""
-        try:
-            return self.model.get_submodule(path)
-        except AttributeError:
-            return None
-
-    def find_parameter(self, name: str) -> torch.Tensor | None:
-        """Find a parameter or a buffer; None where the model has none of that name."""
-        module, _, leaf = name.rpartition(".")
-        found = getattr(self.find_module(module), leaf, None)
-        return found if isinstance(found, torch.Tensor) else None
-
-
-def load_on_meta(folder: ScaleFolder) -> MetaModel:
+def load_on_meta(
+    folder: ScaleFolder,
+) -> tuple[torch.nn.Module, Mapping[str, Any], Mapping[str, Collection[str]]]:
     """Load a folder as `from_pretrained` with `dtype="auto"` does.
+
+    Returns:
+        The model, what transformers reports of loading it, and by file that it opened, in order:
+        the tensors that filled a parameter, or a part of one.
 
     Raises:
         Refusal: transformers fails; the reason is its error.
@@ -88,13 +66,7 @@ def load_on_meta(folder: ScaleFolder) -> MetaModel:
                 raise Unjudged(_OWN_CODE) from error
             why = _describe_fault(faults[0]) if faults else ""
             raise Refusal(why or _describe(error), fix=_FIX) from error
-    return MetaModel(
-        model=model,
-        missing=frozenset(loading["missing_keys"]),
-        unexpected=frozenset(loading["unexpected_keys"]),
-        read={name: file for file, each in opened.items() for name in each.read},
-        files=tuple(opened),
-    )
+    return model, loading, {file: each.read for file, each in opened.items()}
 
 
 _OWN_CODE = "the model has code of its own, which check does not run"

@@ -29,7 +29,7 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.transformers.loader import MetaModel, find_run_error, load_on_meta
+from fp8calib.engines.transformers.loader import find_run_error, load_on_meta
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
@@ -68,7 +68,7 @@ _E5M2 = "compressed-tensors quantizes to e4m3fn with a scale that was made for e
 def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, _tp: int) -> EngineReport:
     """Report what `from_pretrained` with `dtype="auto"` does, in one process."""
     try:
-        return _Report(folder, geometry, load_on_meta(folder)).make()
+        return _Report(folder, geometry).make()
     except Refusal as refusal:
         report = report_refusal(geometry, refusal)
         entries = (entry for file in folder.tensors.values() for entry in file.values())
@@ -81,27 +81,46 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, _tp: int) 
 class _Report:
     """The report on a model that was loaded."""
 
-    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, loaded: MetaModel) -> None:
+    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry) -> None:
         self._folder = folder
-        self._loaded = loaded
-        self._context = LoadContext(folder, geometry, loaded.files)
+        self._model, loading, opened = load_on_meta(folder)
+        self._missing: set[str] = set(loading["missing_keys"])
+        """The parameters that no tensor filled."""
+        self._unexpected: set[str] = set(loading["unexpected_keys"])
+        """The tensors that filled no parameter, by the names that transformers gave them."""
+        self._files = tuple(opened)
+        self._read = {name: file for file, names in opened.items() for name in names}
+        self._context = LoadContext(folder, geometry, self._files)
         section = folder.config.get("quantization_config")
         self._section: Mapping[str, object] = section if isinstance(section, dict) else {}
         self._is_mx = self._section.get("quant_method") == "mxfp8"
         self._stored = {
-            name: folder.tensors[file][name] for name, file in sorted(loaded.read.items())
+            name: folder.tensors[file][name] for name, file in sorted(self._read.items())
         }
         """The tensors that filled a parameter, or a part of one."""
 
+    def _find_module(self, path: str) -> torch.nn.Module | None:
+        """Find a module; None where the model has none of that path."""
+        try:
+            return self._model.get_submodule(path)
+        except AttributeError:
+            return None
+
+    def _find_parameter(self, name: str) -> torch.Tensor | None:
+        """Find a parameter or a buffer; None where the model has none of that name."""
+        module, _, leaf = name.rpartition(".")
+        found = getattr(self._find_module(module), leaf, None)
+        return found if isinstance(found, torch.Tensor) else None
+
     def make(self) -> EngineReport:
         """Make it; raise `Refusal` where the model does not run."""
-        context, loaded = self._context, self._loaded
-        for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
-            parameter = loaded.find_parameter(name)
+        context = self._context
+        for name in sorted(each for each in self._missing if each.endswith(".weight")):
+            parameter = self._find_parameter(name)
             if parameter is not None and parameter.dtype in _FP8_DTYPES:
                 why = f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
                 raise Refusal(why, fix=_WEIGHT_FIX)
-        if SINGLE_FILE_NAME in loaded.files and self._folder.has_index:
+        if SINGLE_FILE_NAME in self._files and self._folder.has_index:
             what = f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}"
             context.problems.append(what)
         layers = []
@@ -127,17 +146,17 @@ class _Report:
                 report = report.model_copy(update={"weights": verdict})
         # The last, because it decompresses the weights.
         is_quantized = bool(self._folder.config.get("quantization_config"))
-        if is_quantized and (error := find_run_error(loaded.model)):
+        if is_quantized and (error := find_run_error(self._model)):
             raise Refusal(f"the first forward pass fails: {error}", fix=_RUN_FIX)
         return report
 
     def _judge(self, slot: Slot, attention: Attention) -> LoadVerdict:
-        context, loaded = self._context, self._loaded
+        context = self._context
         leaf = f"{slot[1]}_scale"
-        parameter = loaded.find_parameter(f"{attention.module}.{leaf}")
+        parameter = self._find_parameter(f"{attention.module}.{leaf}")
         if parameter is None:
             why = "reported as unexpected, and the cache is not quantized"
-            module = loaded.find_module(attention.module)
+            module = self._find_module(attention.module)
             arguments = {"past_key_value", "past_key_values"}
             if module is not None and arguments.isdisjoint(signature(module.forward).parameters):
                 why = f"{why}: {_RENAMED}"
@@ -145,13 +164,13 @@ class _Report:
             return verdict.model_copy(update={"value": None})
         # the tensor that filled the parameter, by its name or without the model's root
         paths = (attention.checkpoint_module, attention.module.partition(".")[2])
-        read = next((name for path in paths if (name := f"{path}.{leaf}") in loaded.read), None)
-        stored = None if read is None else self._folder.scales[loaded.read[read]].get(read)
-        if f"{attention.module}.{leaf}" in loaded.missing or stored is None:
+        read = next((name for path in paths if (name := f"{path}.{leaf}") in self._read), None)
+        stored = None if read is None else self._folder.scales[self._read[read]].get(read)
+        if f"{attention.module}.{leaf}" in self._missing or stored is None:
             verdict = context.judge_absent(slot, _UNSET, _CONFIG_FIX, value=None)
             why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
             return verdict.model_copy(update={"why": why})
-        if f"{attention.module}.{slot[1]}_zero_point" in loaded.missing:
+        if f"{attention.module}.{slot[1]}_zero_point" in self._missing:
             why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
             return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=_CONFIG_FIX)
         values = torch.tensor(stored.values).to(parameter.dtype).float().tolist()
@@ -171,20 +190,19 @@ class _Report:
 
     def _note_unexpected(self) -> Iterator[str]:
         """Note the tensors that are left out, but for scales of K and V, which have verdicts."""
-        loaded = self._loaded
-        found = sorted(name for name in loaded.unexpected if parse_name(name) is None)
+        found = sorted(name for name in self._unexpected if parse_name(name) is None)
         if found:
             others = f"{len(found)} tensors, such as {shorten(found[0])}"
             yield f"{others}, have no parameter: they are UNEXPECTED and left out"
-        opened = [self._folder.tensors.get(file, {}) for file in loaded.files]
-        several = [name for name in loaded.read if sum(name in held for held in opened) > 1]
+        opened = [self._folder.tensors.get(file, {}) for file in self._files]
+        several = [name for name in self._read if sum(name in held for held in opened) > 1]
         if several:
             first = shorten(sorted(several)[0])
             yield f"{first} is in several files: transformers keeps the last one"
 
     def _list_weight_faults(self) -> Iterator[str]:
         """List what makes weights wrong without an error."""
-        missing = sorted(name for name in self._loaded.missing if parse_name(name) is None)
+        missing = sorted(name for name in self._missing if parse_name(name) is None)
         for name in missing if _have_weights(self._context.tensors.values()) else ():
             what = "uninitialised memory" if is_linear_scale(name) else "random numbers, or ones"
             yield f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
@@ -197,9 +215,9 @@ class _Report:
     def _list_bad_scales(self) -> Iterator[str]:
         inputs = list_scale_names(of_inputs=True)
         used = {  # joined experts need no scales of their inputs
-            name: (self._loaded.read[name], entry)
+            name: (self._read[name], entry)
             for name, entry in self._stored.items()
-            if not name.endswith(inputs) or self._loaded.find_parameter(name) is not None
+            if not name.endswith(inputs) or self._find_parameter(name) is not None
         }
         for name, what in read_scale_values(self._folder, used).bad.items():
             yield f"{shorten(name)} holds {what}"
@@ -211,8 +229,8 @@ class _Report:
         (integrations/finegrained_fp8.py, _dequantize_one; run).
         """
         text = f"{shorten(name)} is {entry.dtype}"
-        parameter, stored = self._loaded.find_parameter(name), TORCH_DTYPES[entry.dtype]
-        module = self._loaded.find_module(name.rpartition(".")[0])
+        parameter, stored = self._find_parameter(name), TORCH_DTYPES[entry.dtype]
+        module = self._find_module(name.rpartition(".")[0])
         scheme = getattr(module, "quantization_scheme", None)
         is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
         has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
@@ -243,7 +261,7 @@ class _Report:
         scale = next((each for each in beside if each in self._stored), "")
         if entry.dtype in WEIGHT_FORMATS and not scale:
             yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
-        if entry.dtype in PLAIN_DTYPES and scale and self._loaded.find_parameter(scale) is None:
+        if entry.dtype in PLAIN_DTYPES and scale and self._find_parameter(scale) is None:
             yield f"{shorten(name)} is {entry.dtype}, and transformers multiplies it by {scale}"
 
     def _list_spread_faults(self, name: str) -> Iterator[str]:
@@ -275,7 +293,7 @@ class _Report:
         numbers: dict[str, set[int]] = defaultdict(set)
         for name in self._stored:
             expert = split_expert(name)
-            if expert is not None and self._loaded.find_parameter(name) is None:
+            if expert is not None and self._find_parameter(name) is None:
                 numbers[span_experts(name)].add(expert[1])
         for name in sorted(numbers):
             if name.endswith(".weight_global_scale"):

@@ -105,9 +105,8 @@ def list_block_findings(
     schemes = stored.schemes.items()
     blocks = {path: each.block for path, each in schemes if each.weights is Granularity.BLOCK}
     is_autofp8 = stored.dialect == "autofp8"
-    repeats = repeats_scales and is_autofp8
     experts = (
-        _judge_expert(each, blocks[each.module], tp, repeats=repeats)
+        _judge_expert(each, blocks[each.module], tp, repeats=repeats_scales and is_autofp8)
         for group in groups
         for each in group.members
         if group.kind == "experts" and each.module in blocks
@@ -123,50 +122,35 @@ def list_block_findings(
     for group in groups:
         if group.kind == "experts" or any(each.module not in blocks for each in group.members):
             continue
-        block = blocks[group.members[0].module]
-        linears = [known.get(each.module) for each in group.members]
-        pieces = _list_pieces(group, linears, tp)
-        if engine == "vllm" and len(group.members) == 1:
-            pieces = _split_mixer(stored.folder.config, group.members[0]) or pieces
+        first, *others = group.members
+        block, linear = blocks[first.module], known.get(first.module)
+        pieces = _list_pieces(group, known, tp)
+        if engine == "vllm" and not others:
+            pieces = _split_mixer(stored.folder.config, first) or pieces
         if len(pieces) > 1:
-            fused += _judge_fused(
-                engine, pieces, block[0], tp, is_autofp8=stored.dialect == "autofp8"
-            )
-        elif tp > 1 and len(linears) == 1 and linears[0] is not None:
-            single += _judge_single(linears[0], pieces, block, tp)
+            fused += _judge_fused(engine, pieces, block[0], tp, is_autofp8=is_autofp8)
+        elif tp > 1 and not others and linear is not None:  # ranks split it
+            is_row = linear.shard == "row"
+            outputs = pieces[0][1] if pieces else 0
+            size = len(rank_range(linear.in_features, tp, 0)) if is_row else outputs
+            if size % block[is_row]:
+                what = f"{linear.module} has {size} {'inputs' if is_row else 'outputs'}"
+                why = f"{what} on each of {tp} ranks, no multiple of {block[is_row]}: ValueError"
+                single.append(Finding(status=Status.REFUSED, why=why, fix=_RANKS_FIX))
     yield from (single or fused)[:1]
 
 
-def _list_pieces(
-    group: LinearGroup, linears: Sequence[Linear | None], tp: int
-) -> list[tuple[str, int]]:
-    """List the projections in a weight with their outputs on a rank; none if ranks split inputs.
-
-    `linears` are the members of the group, by the model.
-    """
+def _list_pieces(group: LinearGroup, known: Mapping[str, Linear], tp: int) -> list[tuple[str, int]]:
+    """List the projections in a weight with their outputs on a rank; none if ranks split inputs."""
     pieces: list[tuple[str, int]] = []
-    for member, linear in zip(group.members, linears, strict=True):
+    for member in group.members:
+        linear = known.get(member.module)
         if linear is None or (len(linear.parts) == 1 and tp == 1):
             pieces.append((member.module, member.shape[0]))
         elif linear.shard == "column":
             rows = (each.unit * len(rank_range(each.count, tp, 0)) for each in linear.parts)
             pieces += zip(map(linear.logical, linear.parts), rows, strict=True)
     return pieces
-
-
-def _judge_single(
-    linear: Linear, pieces: Sequence[tuple[str, int]], block: tuple[int, int], tp: int
-) -> Iterator[Finding]:
-    """Judge a linear that is not fused, which ranks split."""
-    size, side, length = 0, "", 1
-    if linear.shard == "row":
-        size, side, length = len(rank_range(linear.in_features, tp, 0)), "inputs", block[1]
-    elif pieces:
-        size, side, length = pieces[0][1], "outputs", block[0]
-    if size % length:
-        what = f"{linear.module} has {size} {side} on each of {tp} ranks"
-        why = f"{what}, no multiple of {length}: ValueError"
-        yield Finding(status=Status.REFUSED, why=why, fix=_RANKS_FIX)
 
 
 def _judge_fused(
