@@ -102,8 +102,10 @@ def mark_odd_scales(
     used = _list_used(report, factor)
     found = _list_odd(used, _match(used, reaches))
     amax = {slot: reach.amax for slot, reach in reaches.items()}
-    mixup, mixed = find_mixup(used, amax)
-    found |= dict.fromkeys(mixed, f"{mixup}: they fit the statistics there, not here")
+    mixed = find_mixup(used, amax)
+    found |= {
+        slot: f"{text}: they fit the statistics there, not here" for slot, text in mixed.items()
+    }
     found |= find_common_factor(used, amax)
     slots = report.slots
     update = {"status": Status.BAD, "fix": _FIX}

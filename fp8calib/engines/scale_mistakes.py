@@ -232,32 +232,27 @@ def are_swapped(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> boo
     return _fits(scales, amax, swapped, by_role=True, most_shared=math.inf)
 
 
-def find_mixup(
-    scales: Mapping[Slot, float], amax: Mapping[Slot, float]
-) -> tuple[str, Sequence[Slot]]:
+def find_mixup(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> dict[Slot, str]:
     """Say which places scales are of, where they fit what these hold far better than their own.
 
     A factor that all of them share, such as headroom, is left out; where K and V are swapped, one
-    of K and another of V too.
-
-    Returns:
-        What happened, and the scales that it changes; nothing where each scale is of its place.
+    of K and another of V too. Empty where each scale is of its place.
     """
     layers = [*dict.fromkeys(layer for layer, _ in scales)]
     (text, swapped), *shifted = list_moves(layers)
     # of fewer layers, two factors would explain other text too
     kinds = (False, True) if len(layers) >= _LEAST_SLOTS else (False,)
     if any(_fits(scales, amax, swapped, by_role=kind) for kind in kinds):
-        return text, list(swapped)
+        return dict.fromkeys(swapped, text)
     orders = {role: _find_order(scales, amax, role) for role in KV_ROLES}
     order = {slot: other for found in orders.values() for slot, other in found.items()}
     if order:
         roles = " and ".join(role for role, found in orders.items() if found)
         (layer, _), (other, _) = next(iter(order.items()))
         text = f"the {roles} scales are in another order: layer {layer} has that of layer {other}"
-        return text, list(order)
-    fitting = ((text, list(moved)) for text, moved in shifted if _fits(scales, amax, moved))
-    return next(fitting, ("", []))
+        return dict.fromkeys(order, text)
+    fitting = (dict.fromkeys(moved, text) for text, moved in shifted if _fits(scales, amax, moved))
+    return next(fitting, {})
 
 
 def _find_order(

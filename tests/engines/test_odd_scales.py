@@ -101,27 +101,25 @@ def test_reciprocals_are_not_called_swapped() -> None:
     """Where K times V is the same in all layers, reciprocals are swapped scales times a number."""
     amax = {(i, r): 2.0**i if r is Role.K else 2.0**-i for i in range(4) for r in (Role.K, Role.V)}
     swapped = {(i, r): amax[i, Role.V if r is Role.K else Role.K] / 448 for i, r in amax}
-    assert find_mixup(swapped, amax) == ("the k and v scales are swapped", list(swapped))
-    assert find_mixup({slot: 448 / each for slot, each in amax.items()}, amax) == ("", [])
+    assert find_mixup(swapped, amax) == dict.fromkeys(swapped, "the k and v scales are swapped")
+    assert find_mixup({slot: 448 / each for slot, each in amax.items()}, amax) == {}
 
 
 def test_scales_in_another_order_are_named_whatever_the_order_is() -> None:
     amax = {(i, r): 8 + 3.0 * i + (r is Role.V) * 50 for i in range(6) for r in (Role.K, Role.V)}
     right = {slot: each / 448 for slot, each in amax.items()}
-    assert find_mixup(right, amax) == ("", [])
+    assert find_mixup(right, amax) == {}
     orders = ((1, 0, 3, 2, 5, 4), (5, 4, 3, 2, 1, 0), (0, 2, 1, 3, 4, 5))
     for order in orders:
         moved = {(i, r): right[order[i], r] if r is Role.K else right[i, r] for i, r in amax}
-        text, slots = find_mixup({slot: 1.7 * each for slot, each in moved.items()}, amax)
+        found = find_mixup({slot: 1.7 * each for slot, each in moved.items()}, amax)
         wrong = [i for i in range(6) if order[i] != i]
-        assert text == (
-            f"the k scales are in another order: layer {wrong[0]} has that of layer "
-            f"{order[wrong[0]]}"
-        )
-        assert slots == [(i, Role.K) for i in wrong]
+        what = f"layer {wrong[0]} has that of layer {order[wrong[0]]}"
+        text = f"the k scales are in another order: {what}"
+        assert found == {(i, Role.K): text for i in wrong}
     rng = Random(1)  # noqa: S311 -- scales of another text: they differ, but are of their places
     other = {slot: each * rng.uniform(0.8, 1.25) for slot, each in right.items()}
-    assert find_mixup(other, amax) == ("", [])
+    assert find_mixup(other, amax) == {}
 
 
 @pytest.mark.parametrize(

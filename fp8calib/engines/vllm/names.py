@@ -225,9 +225,10 @@ class WeightLoader:
         for name in sorted(filter(_is_scale_name, self._context.tensors)):
             module, _, leaf = name.rpartition(".")
             is_companion = _COMPANION.fullmatch(leaf) is not None
-            if is_of_draft_layer(geometry, module) or not (why := self.find_fault(name)):
+            is_of_weight = is_companion and parse_name(name) is None
+            if is_of_draft_layer(geometry, module) or (is_of_weight and self._is_quantized(module)):
                 continue
-            if is_companion and parse_name(name) is None and self._is_quantized(module):
+            if not (why := self.find_fault(name)):
                 continue
             stored = self._context.scales.get(name)
             is_inner = self._kind is LoaderKind.UNFORGIVING and module in self._attends

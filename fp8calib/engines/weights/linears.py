@@ -43,9 +43,9 @@ _STACKED = {
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
+"""The beginning of a path, up to the number of its layer."""
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Other names of an expert's projections."""
-"""The beginning of a path, up to the number of its layer."""
 _FindCreated = Callable[[str], Sequence[CreatedLinear]]
 """Gives what an engine's class may make of a linear, by its path."""
 
