@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
@@ -75,39 +74,22 @@ class ScaleFolder:
     """By readable file, then by name: dtype and shape."""
     scales: Mapping[str, Mapping[str, FoundScale]]
     """By file, then by name."""
+    files: Sequence[str] = ()
+    """All `*.safetensors` files, readable or not, in the order in which they are opened."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """The files that cannot be read, with the reason."""
     has_index: bool = False
     index: object = None
     """What the index holds, or why it cannot be read; None if there is none."""
+    indexed: Mapping[str, str] | None = None
+    """The file of each tensor according to the index, by its name if it is in this folder; None if
+    there is no index, or it has no `weight_map`."""
     unread: str = ""
     """Why the weights are not read, although engines may read them; empty if they are."""
     recorded: Mapping[str, str] = field(default_factory=dict)
     """By file: the FP8 format that its header names for the scales; empty if it names none."""
     preferred: str = ""
     """What the engine opens instead of all other files, in words; empty if it opens all."""
-    order: Callable[[str], Any] | None = None
-    """The engine's sort key for names of files; None if it sorts them as text."""
-
-    @property
-    def files(self) -> list[str]:
-        """All `*.safetensors` files, readable or not, in the order in which they are opened."""
-        return sorted({*self.tensors, *self.faults}, key=self.order)
-
-    @property
-    def indexed(self) -> Mapping[str, str] | None:
-        """The file of each tensor according to the index, by its name if it is in this folder.
-
-        None if there is no index, or it has no `weight_map`.
-        """
-        weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
-        if not isinstance(weight_map, dict):
-            return None
-        named = {name: file for name, file in weight_map.items() if isinstance(file, str)}
-        folder = os.path.normpath(self.path)
-        split = {file: os.path.split(os.path.normpath(self.path / file)) for file in named.values()}
-        inside = {file: name for file, (parent, name) in split.items() if parent == folder}
-        return {name: inside.get(file, file) for name, file in named.items()}
 
     @property
     def asks_for_kv(self) -> bool:
@@ -129,6 +111,17 @@ def _asks_for_kv(config: object) -> bool:
         return False
     asked = (config.get(key) for key in _KV_KEYS)
     return any(value not in _NO_KV for value in asked) or any(map(_asks_for_kv, config.values()))
+
+
+def _list_indexed(path: Path, index: object) -> Mapping[str, str] | None:
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        return None
+    named = {name: file for name, file in weight_map.items() if isinstance(file, str)}
+    folder = os.path.normpath(path)
+    split = {file: os.path.split(os.path.normpath(path / file)) for file in named.values()}
+    inside = {file: name for file, (parent, name) in split.items() if parent == folder}
+    return {name: inside.get(file, file) for name, file in named.items()}
 
 
 def open_folder(path: Path) -> ScaleFolder:
@@ -162,15 +155,18 @@ def open_folder(path: Path) -> ScaleFolder:
                 recorded[file] = opened.metadata.get(DTYPE_KEY, "")
         except ModelError as error:
             faults[file] = error.message
+    index = _load_leniently(path / INDEX_NAME)
     return ScaleFolder(
         path=path,
         config=config,
+        files=files,
         modelopt=_load_leniently(path / MODELOPT_CONFIG_NAME),
         tensors=tensors,
         scales=scales,
         faults=faults,
         has_index=(path / INDEX_NAME).is_file(),
-        index=_load_leniently(path / INDEX_NAME),
+        index=index,
+        indexed=_list_indexed(path, index),
         unread=unread,
         recorded=recorded,
     )

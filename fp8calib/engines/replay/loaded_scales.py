@@ -179,7 +179,7 @@ def open_indexed(folder: ScaleFolder, geometry: ModelGeometry, *, error: str) ->
 
     A missing or damaged file is refused; `error` is what the engine raises at a missing one.
     """
-    files, index = folder.files, folder.index
+    files, index = list(folder.files), folder.index
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     is_map = isinstance(weight_map, dict) and all(isinstance(e, str) for e in weight_map.values())
     listed = set((folder.indexed or {}).values()) if folder.has_index else set(files)

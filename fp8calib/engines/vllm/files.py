@@ -25,16 +25,16 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
 
     Such a file in a folder below is enough for vLLM to look for them, but it is not opened.
     """
-    ordered = replace(
-        folder,
-        order=lambda file: [
+    ordered = sorted(
+        folder.files,
+        key=lambda file: [
             int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file)
         ],
     )
     found = folder.path.rglob(_PREFERRED)
     causes = sorted(str(each.relative_to(folder.path)) for each in found if each.is_file())
     if not causes:
-        return ordered
+        return replace(folder, files=ordered)
     chosen = {file for file in folder.files if fnmatch(file, _PREFERRED)}
     why = fix = ""
     if not chosen:
@@ -52,10 +52,12 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
     if why:
         raise Refusal(why, fix=fix)
     return replace(
-        ordered,
+        folder,
+        files=[file for file in ordered if file in chosen],
         tensors={file: each for file, each in folder.tensors.items() if file in chosen},
         faults={file: each for file, each in folder.faults.items() if file in chosen},
         preferred=f"vLLM opens {cut_list(sorted(chosen), 3)} and no other file",
         has_index=False,
         index=None,
+        indexed=None,
     )
