@@ -107,11 +107,7 @@ def mark_odd_scales(
         slot: f"{text}: they fit the statistics there, not here" for slot, text in mixed.items()
     }
     found |= find_common_factor(used, amax)
-    slots = report.slots
-    update = {"status": Status.BAD, "fix": _FIX}
-    return report.put(
-        {slot: slots[slot].model_copy(update={**update, "why": why}) for slot, why in found.items()}
-    )
+    return report.mark(found, _FIX, Status.BAD)
 
 
 def suspect_odd_scales(

@@ -130,7 +130,7 @@ def amend_for_dtype(
         fix = "export them for an FP8 cache, which takes the same numbers"
     text = f"the scales are for {dtype[:40]!a}: {why}"
     only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
-    amended = report.change(lambda one: one.misread(text, fix))
+    amended = report.mark(dict.fromkeys(report.slots, text), fix)
     return amended.model_copy(update={"only_on": only_on})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field, computed_field
@@ -30,12 +30,6 @@ class LoadVerdict(Frozen):
     """What the engine multiplies by; None if it does not start, or if that is not a number."""
     why: str
     fix: str = ""
-
-    def misread(self, why: str, fix: str) -> LoadVerdict:
-        """Turn the verdict on a scale that is used into misread; return any other as it is."""
-        if self.status is not Status.USED:
-            return self
-        return self.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})
 
 
 class LayerVerdict(Frozen):
@@ -187,9 +181,18 @@ class EngineReport(Frozen):
         layers = (LayerVerdict(layer=n, k=slots[n, Role.K], v=slots[n, Role.V]) for n in numbers)
         return self.model_copy(update={"layers": tuple(layers)})
 
-    def change(self, change: Callable[[LoadVerdict], LoadVerdict]) -> EngineReport:
-        """Return the same report with other verdicts on k and v."""
-        return self.put({slot: change(verdict) for slot, verdict in self.slots.items()})
+    def mark(
+        self, whys: Mapping[tuple[int, Role], str], fix: str, status: Status = Status.MISREAD
+    ) -> EngineReport:
+        """Return the same report with another status of scales that are used, for these reasons."""
+        slots, update = self.slots, {"status": status, "fix": fix}
+        return self.put(
+            {
+                slot: slots[slot].model_copy(update={**update, "why": why})
+                for slot, why in whys.items()
+                if slots[slot].status is Status.USED
+            }
+        )
 
     def add(
         self,

@@ -111,13 +111,9 @@ def replay_sglang(
     if fault is None and geometry.has_latent_attention:
         # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool),
         # and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
-        report = report.put(
-            {
-                slot: one.misread(_LATENTS, _LATENTS_FIX)
-                for slot, one in report.slots.items()
-                if kinds[slot[0]] == "latent" and one.value != 1.0
-            }
-        )
+        scaled = (slot for slot, one in report.slots.items() if one.value != 1.0)
+        latents = [slot for slot in scaled if kinds[slot[0]] == "latent"]
+        report = report.mark(dict.fromkeys(latents, _LATENTS), _LATENTS_FIX)
     report = note_drafter(report, geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""

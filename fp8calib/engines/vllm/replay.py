@@ -146,7 +146,7 @@ def replay_vllm(
     if replay.method is None:
         return report
     if geometry.has_latent_attention:
-        report = report.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX))
+        report = report.mark(dict.fromkeys(report.slots, _EXPANDED), _EXPANDED_FIX)
     if replay.method is KvMethod.QUARK:
         report = replay.amend_quark(report)
     given_by = release.list_values(_DRAFTER_GETS_SCALES)
@@ -416,17 +416,11 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         geometry, (each for held in folder.scales.values() for each in held.values())
     )
     heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
-
-    def judge(one: LoadVerdict, scale: FoundScale, heads: int) -> LoadVerdict:
-        ranks = (rank_range(heads, tp, rank) for rank in range(tp))
-        is_alike = all(len(set(scale.values[each.start : each.stop])) == 1 for each in ranks)
-        return one if is_alike else one.misread(_LARGEST.format(scale), _LARGEST_FIX)
-
     report = replay_vllm(VLLM_RUN, folder, geometry, tp, on_gpus=False)
-    return report.put(
-        {
-            slot: judge(verdict, stored[slot], heads[slot[0]])
-            for slot, verdict in report.slots.items()
-            if slot in stored and len(stored[slot].values) != 1
-        }
-    )
+    whys = {}
+    for slot, scale in stored.items():
+        ranks = (rank_range(heads[slot[0]], tp, rank) for rank in range(tp))
+        is_alike = all(len(set(scale.values[each.start : each.stop])) == 1 for each in ranks)
+        if slot in report.slots and len(scale.values) != 1 and not is_alike:
+            whys[slot] = _LARGEST.format(scale)
+    return report.mark(whys, _LARGEST_FIX)

@@ -262,7 +262,7 @@ def _report_error(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
     defect = "the replay expected vLLM to load it: a defect of the replay"
     notes = () if was_refused or report.unknown else (defect,)
     refused = report.give_names(EngineReport(layers=report.layers, weights=verdict))
-    return refused.change(lambda _: verdict).add(problems=notes)
+    return refused.put(dict.fromkeys(report.slots, verdict)).add(problems=notes)
 
 
 def list_indices(module: str) -> list[int]:
