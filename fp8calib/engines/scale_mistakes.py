@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.rules import MOST_CLIPPED
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +66,8 @@ class Reach:
             return text
         if self.histogram is None or reach >= self.amax:
             return ""
-        from fp8calib.numerics.histogram_estimates import (  # noqa: PLC0415 -- imports torch
-            MOST_CLIPPED,
-            clipped_share,
-        )
+        # it imports torch
+        from fp8calib.numerics.histogram_estimates import clipped_share  # noqa: PLC0415
 
         share = clipped_share(self.histogram, scale, fmt, amax=self.amax)
         text = f"{text}, and {share:.1%} of the values clip, as its histogram estimates"

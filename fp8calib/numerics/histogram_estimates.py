@@ -24,8 +24,6 @@ from fp8calib.numerics.histogram import NUM_BINS, lower_edge
 Doubles = NDArray[np.float64]
 """numpy, because torch starts threads even for a few hundred values: 280 ms instead of 5 on a busy
 machine."""
-MOST_CLIPPED = 0.01
-"""A rule may clip a few values on purpose; where a scale clips a larger share it is too small."""
 _POINT = 1 + 2.0**-20
 """The ratio of the edges of a bin that stands for a single value."""
 _AT_THE_EDGE = 1 + 2.0**-18

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8calib.calibration.calibration_stats import RunStats
-from fp8calib.calibration.origin import calibrate_first
+from fp8calib.calibration.origin import CalibrationOrigin, calibrate_first
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.arithmetic import Numerics, find_served_dtype
 from fp8calib.errors import (
@@ -44,6 +44,27 @@ class Target:
     numerics: Numerics
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
+
+
+def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> None:
+    """Refuse scales of another model than this one, or than that which it was made from.
+
+    A model in memory may have another config and dtype than its files. Without weights, in a dry
+    run, there is nothing to compare.
+    """
+    checkpoint = target.checkpoint
+    if origin is None or origin.model == target.fingerprint or not checkpoint.has_weights:
+        return
+    # most scales are of the very files
+    from fp8calib.calibration.unquantized_tensors import compare_with_base  # noqa: PLC0415
+    from fp8calib.formats.read import check_origin  # noqa: PLC0415
+    from fp8calib.model.live_model import LiveCheckpoint  # noqa: PLC0415
+
+    is_made = bool(checkpoint.form) or isinstance(checkpoint, LiveCheckpoint)
+    if not (is_made and origin.unquantized) or (
+        compare_with_base(origin.unquantized, checkpoint).difference
+    ):
+        check_origin(name, origin, target.fingerprint)
 
 
 def build_kv_candidate(
@@ -200,24 +221,22 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     _check_usable(table, numerics)
     table = _round_scales(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
-
-    def add(attention: Attention, role: Role, **how: Any) -> None:
-        scale, is_used = _find_scale(table, attention, role, numerics)
-        quantizer = Quantizer(fmt=table.fmt, scale=scale, is_scaled=is_used, **how)
-        quantizers[attention.site(role)] = quantizer
-
+    stored = {
+        "rounding": numerics.kv_rounding,
+        "by_reciprocal": numerics.kv_by_reciprocal,
+        "in_model_dtype": numerics.kv_in_model_dtype,
+        "saturates": table.fmt.name not in numerics.kv_unsaturated,
+    }
     for _, attention in table.geometry.attentions():
-        for role in (Role.K, Role.V):
-            if attention.producer is None:
-                add(
-                    *(attention, role),
-                    rounding=numerics.kv_rounding,
-                    by_reciprocal=numerics.kv_by_reciprocal,
-                    in_model_dtype=numerics.kv_in_model_dtype,
-                    saturates=table.fmt.name not in numerics.kv_unsaturated,
-                )
+        ways: dict[Role, dict[str, Any]] = {}
+        if attention.producer is None:
+            ways |= {Role.K: stored, Role.V: stored}
         if numerics.quantizes_query and attention.kind == "heads":
-            add(attention, Role.Q, by_reciprocal=numerics.query_by_reciprocal)
+            ways[Role.Q] = {"by_reciprocal": numerics.query_by_reciprocal}
+        for role, how in ways.items():
+            scale, is_used = _find_scale(table, attention, role, numerics)
+            quantizer = Quantizer(fmt=table.fmt, scale=scale, is_scaled=is_used, **how)
+            quantizers[attention.site(role)] = quantizer
         if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
             factor = torch.tensor(1 / numerics.probability_factor)
             tile = numerics.find_tile(attention.k_head_dim)

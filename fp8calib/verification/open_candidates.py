@@ -1,4 +1,4 @@
-"""Open candidates (statistics, scales of any dialect, FP8 checkpoints) for a model, and rules."""
+"""Make candidates of statistics and files for a model, and of rules; see what the engine loads."""
 
 from __future__ import annotations
 
@@ -6,45 +6,33 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
 from fp8calib.calibration.origin import (
     STATS_NAME,
-    CalibrationOrigin,
     calibrate_first,
     is_stats_file,
 )
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.unquantized_tensors import compare_with_base
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.errors import (
     Fp8CalibError,
     ModelError,
     UsageError,
     VerificationError,
-    first_line,
     shorten,
 )
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
-from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
 from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.table import ScaleTable
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.geometry_from_config import is_plain, read_geometry
-from fp8calib.model.live_model import LiveCheckpoint
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.rules import Rule, ScaleRules
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import (
@@ -52,9 +40,8 @@ from fp8calib.verification.candidates import (
     build_kv_candidate,
     build_scheme,
     build_unscaled,
+    check_model,
     check_sites,
-    describe_rounding,
-    explain_plain_cache,
     leave_cache,
     list_defaulted,
 )
@@ -183,15 +170,10 @@ def open_candidate(
             f"--scheme {scheme} needs statistics, and {name} holds none",
             hint="leave out --scheme to verify the scales of the file",
         )
-    if path.is_dir() and is_fp8_checkpoint(path):
-        return _open_checkpoint(name, path, target)
-    table = _read_scales(name, path, target)
-    made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
-    found = _check_weights(path, target) if target.checkpoint.has_weights else ""
-    if found and not target.checkpoint.form:
-        note = f"only its KV scales are emulated, not its weights: {found}"
-        made = replace(made, notes=(*made.notes, note))
-    return replace(made, origin=table.origin)
+    # most candidates are statistics
+    from fp8calib.verification.open_files import open_file  # noqa: PLC0415
+
+    return open_file(name, path, target)
 
 
 def _open_stats(
@@ -207,7 +189,7 @@ def _open_stats(
     Their scales are those that `export` writes: of q as well, if q needs a scale. If `folder`,
     which holds them, has an overlay, they are those of the overlay.
     """
-    _check_model(name, stats.origin, target)
+    check_model(name, stats.origin, target)
     stats = _rename_sites(stats, target.geometry)
     if scheme is not None:
         made = build_scheme(name, scheme, target, stats)
@@ -251,153 +233,6 @@ def _rename_sites(stats: RunStats, geometry: ModelGeometry) -> RunStats:
     }
     renamed = stats.header.model_copy(update={"geometry": geometry})
     return replace(stats, header=renamed, sites=sites)
-
-
-def _read_scales(name: str, path: Path, target: Target) -> ScaleTable:
-    table = read_scales(path, target.geometry, fills_layers=True)
-    _check_model(name, table.origin, target)
-    return table
-
-
-def _check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> None:
-    """Refuse scales of another model than this one, or than that which it was made from.
-
-    A model in memory may have another config and dtype than its files. Without weights, in a dry
-    run, there is nothing to compare.
-    """
-    checkpoint = target.checkpoint
-    if origin is None or origin.model == target.fingerprint or not checkpoint.has_weights:
-        return
-    is_made = bool(checkpoint.form) or isinstance(checkpoint, LiveCheckpoint)
-    if not (is_made and origin.unquantized) or (
-        compare_with_base(origin.unquantized, checkpoint).difference
-    ):
-        check_origin(name, origin, target.fingerprint)
-
-
-def _check_weights(path: Path, target: Target) -> str:
-    """Refuse an overlay whose weights or config are another model's; name a quantized weight."""
-    quantized = ""
-    try:
-        opened = Checkpoint.open(path) if path.is_dir() else None
-    except ModelError:
-        opened = None
-    if opened is None:
-        return quantized  # no weights beside the scales: nothing to compare
-    with opened as overlay:
-        _check_config(overlay, target)
-        for name, entry in overlay.tensors.items():
-            if len(entry.shape) > 1 and entry.dtype not in PLAIN_DTYPES:
-                quantized = quantized or f"{name} is {entry.dtype}"
-                continue
-            own = target.checkpoint.tensors.get(name)
-            if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
-                continue
-            if own.shape != entry.shape or overlay.sample_bytes(
-                name, _SAMPLE_BYTES
-            ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
-                raise ModelError(
-                    f"{path}: its {name} is not that of the model, so the scales belong to "
-                    "another model",
-                    hint="pass the model that the overlay was made from",
-                )
-    return quantized
-
-
-def _check_config(checkpoint: Checkpoint, target: Target) -> None:
-    """Refuse a checkpoint that engines compute in another way than the model."""
-    if other := find_other_setting(checkpoint.load_config(), target.model.config):
-        raise ModelError(
-            f"{checkpoint.folder}: its config.json is not that of the model: {other}",
-            hint="engines follow it: copy the value from the model's config.json",
-        )
-
-
-def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
-    """Emulate a whole FP8 checkpoint, with its KV scales if it has any."""
-    # most candidates change no weights
-    from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint  # noqa: PLC0415
-    from fp8calib.formats.fp8.compressed_tensors import require_format  # noqa: PLC0415
-    from fp8calib.verification.emulation.weights import emulate_stored  # noqa: PLC0415
-
-    numerics = target.numerics
-    checkpoint = Fp8Checkpoint.open(
-        path,
-        fuse=numerics.fused_share_scales,
-        through_float16=numerics.weights_through_float16,
-        keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
-    )
-    require_format(path, checkpoint.load_config())
-    _check_config(checkpoint, target)
-    _check_model(name, checkpoint.origin, target)
-    source = WeightSource(target.model, checkpoint)
-    emulation = emulate_stored(checkpoint, target.checkpoint, target.geometry, source, numerics)
-    what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
-    kv = Candidate(name=name)
-    if has_kv_scales(path):
-        table = _read_scales(name, path, target)
-        if why := explain_plain_cache(table, numerics):
-            kv = replace(kv, notes=(f"its KV scales are ignored: {why}",))
-        else:
-            kv = build_kv_candidate(name, table, numerics, origin=table.dialect)
-            what += f", {kv.description}"
-    return replace(
-        kv,
-        description=what + describe_rounding(emulation.quantizers, numerics),
-        quantizers={**emulation.quantizers, **kv.quantizers},
-        weights=emulation.weights,
-        notes=(*kv.notes, *emulation.notes),
-        origin=checkpoint.origin,
-    )
-
-
-# --- configs --------------------------------------------------------------------------------------
-
-_IDLE = {
-    # how files are stored and read
-    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-    *("quantization_config", "compression_config", "name_or_path", "model_type"),
-    # training
-    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"),
-    *("initializer_range", "pretraining_tp", "router_aux_loss_coef", "router_z_loss_coef"),
-    # generation
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
-    *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
-    *("num_logits_to_keep", "is_decoder", "is_encoder_decoder", "id2label", "label2id"),
-    *("problem_type", "chunk_size_feed_forward"),
-}
-"""Keys that change nothing of what a forward pass computes from the same weights."""
-
-
-def find_other_setting(raw: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """Name a setting of a config.json by which it computes something else; empty if none does."""
-    own = {key: value for key, value in raw.items() if key != "quantization_config"}
-    if own.get("model_type") != config.model_type:
-        return f"model_type is {own.get('model_type')}, not {config.model_type}"
-    try:
-        read = type(config).from_dict(own)
-    except Exception as error:  # noqa: BLE001 -- of any library, on any value
-        return f"transformers cannot read it: {first_line(error)}"
-    found, expected = (
-        dict(_flatten(each.get_text_config(decoder=True).to_dict())) for each in (read, config)
-    )
-    for key in found.keys() & expected.keys():
-        is_untied = (
-            key == "tie_word_embeddings" and not found[key]
-        )  # it has a copy of the embedding
-        if found[key] != expected[key] and not is_untied:
-            return f"{key} is {found[key]}, not {expected[key]}"
-    return ""
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if key.startswith("_") or key in _IDLE:
-            continue
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 # --- whether the emulated engine loads them and uses their KV scales: its loader is replayed ------

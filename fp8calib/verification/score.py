@@ -22,10 +22,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import (
     EmulationHooks,
-    SharedHooks,
-    can_share,
     emulated,
-    repeat,
 )
 from fp8calib.verification.token_scores import (
     Logits,
@@ -201,9 +198,13 @@ def _run_whole(
     candidates = [hooks.candidate for hooks in models]
     if any(candidate.weights for candidate in candidates):
         limit, keeps = find_room(model.model, candidates)
-    sharing = [shares_batch and can_share(candidate) for candidate in candidates]
-    shared = [index for index, shares in enumerate(sharing) if shares]
-    together = [*filter(None, [shared]), *([at] for at in range(len(models)) if not sharing[at])]
+    together = [[index] for index in range(len(models))]
+    if shares_batch:
+        # on a GPU
+        from fp8calib.verification.emulation import shared_batch  # noqa: PLC0415
+
+        sharing = [index for index, each in enumerate(candidates) if shared_batch.can_share(each)]
+        together = [sharing, *(alone for alone in together if alone[0] not in sharing)]
     groups: list[list[Batch]] = []  # those of a larger batch than the limit are its own
     tokens = limit + 1
     for batch in batches:
@@ -217,10 +218,11 @@ def _run_whole(
         for chosen in together:
             hooks = models[chosen[0]]
             if len(chosen) > 1:
-                hooks = SharedHooks([models[index] for index in chosen])
+                hooks = shared_batch.SharedHooks([models[index] for index in chosen])
             with emulated(model, hooks, decoder=decoder, keeps_originals=keeps) as run:
                 for batch in group:
-                    after = run(batch if len(chosen) == 1 else repeat(batch, len(chosen)))
+                    alone = len(chosen) == 1
+                    after = run(batch if alone else shared_batch.repeat(batch, len(chosen)))
                     for index, own in zip(chosen, after.chunk(len(chosen)), strict=True):
                         hidden[index].append(own)
                     advance(batch.num_tokens * len(chosen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from fp8calib.numerics.rules import MOST_CLIPPED
 from fp8calib.text import Cell, Table
 from fp8calib.verification.report import (
     LEAST_DB,
@@ -121,9 +122,6 @@ def sites_table(
 
     With `has_candidates` the rows are of several candidates.
     """
-    # the parser imports gates, which need figures alone
-    from fp8calib.numerics.histogram_estimates import MOST_CLIPPED  # noqa: PLC0415
-
     named = ["candidate"] if has_candidates else []
     rows: list[list[str | Cell]] = []
     for each in layers:

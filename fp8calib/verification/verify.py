@@ -21,7 +21,6 @@ from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import ModelGeometry, Role, Site
-from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Granularity
@@ -29,8 +28,6 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import (
     EmulationHooks,
     MeasurementHooks,
-    can_share,
-    repeat,
 )
 from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.probabilities import attending_bytes
@@ -385,10 +382,14 @@ def plan_verification(
     )
     limits = find_limits(model.device, model.memory)
     plan = plan_memory(work, limits, cannot_stream=cannot_stream)
-    count = 1 + sum(map(can_share, scored))
-    is_whole = limits.device_bytes is not None and not plan.is_streamed
     is_text = all(batch.media is None for batch in text)
-    if not (may_share and is_whole and is_text and count > 1):
+    if not (may_share and is_text) or limits.device_bytes is None or plan.is_streamed:
+        return plan
+    # on a GPU
+    from fp8calib.verification.emulation.shared_batch import can_share, repeat  # noqa: PLC0415
+
+    count = 1 + sum(map(can_share, scored))
+    if count == 1:
         return plan
     repeated = replace(work, batches=[repeat(batch, count) for batch in text])
     try:
@@ -406,7 +407,11 @@ def open_scored(
 
     Of one in memory, the weights that candidates replace are copied first.
     """
-    if isinstance(model.checkpoint, LiveCheckpoint) and any(c.weights for c in asked.candidates):
+    if model.is_live and any(each.weights for each in asked.candidates):
+        # most models are files
+        from fp8calib.model.live_model import LiveCheckpoint  # noqa: PLC0415
+
+        assert isinstance(model.checkpoint, LiveCheckpoint)  # noqa: S101 -- of every live model
         model.checkpoint.hold()
     prepared = model.load(mode, progress)
     if not mode.is_streamed:

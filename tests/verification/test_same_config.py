@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fp8calib.verification.open_candidates import find_other_setting
+from fp8calib.verification.open_files import find_other_setting
 from tests import zoo
 
 FAMILIES = ("llama", "gemma2", "qwen3_moe", "gpt_oss", "granite")
