@@ -10,7 +10,11 @@ from typing import Self
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.locations import refuse_external_link
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import (
+    CONFIG_NAME,
+    MODELOPT_CONFIG_NAME,
+    find_quantization_configs,
+)
 from fp8calib.checkpoint.tensor_file import TensorFile, TensorReader
 from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
@@ -151,3 +155,33 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size_bytes
     most = max(sizes, key=lambda name: sizes[name], default="F32")
     return _STORED.get(most, most.lower())
+
+
+def read_quantization(
+    source: Checkpoint,
+) -> tuple[Mapping[str, object], Mapping[str, object]] | None:
+    """Read how a checkpoint is quantized: from config.json, and from ModelOpt's own file.
+
+    Either may be empty; None for an unquantized checkpoint.
+
+    Raises:
+        ModelError: config.json or ModelOpt's own file cannot be read, or no config says how the
+            weights are quantized.
+    """
+    sections = (section for _, section in find_quantization_configs(source.load_config()))
+    config = next((section for section in sections if section), {})
+    path = source.folder / MODELOPT_CONFIG_NAME
+    own_file = load_json_object(path) if path.is_file() else {}
+    if config or own_file:
+        return config, own_file
+    packed = (
+        name
+        for name, entry in source.tensors.items()
+        if entry.dtype.startswith("F8_") or name.endswith((".qweight", ".weight_packed"))
+    )
+    if (name := next(packed, None)) is not None:
+        raise ModelError(
+            f"{source.folder}: {name} is quantized, but {CONFIG_NAME} has no quantization_config",
+            hint="engines need it to load the weights: restore the config of the checkpoint",
+        )
+    return None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.options import DEFAULT_SEQ_LEN, Data, RunOptions
 from fp8calib.commands.result import RunPlan
@@ -25,7 +25,6 @@ from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
-from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.model.device import DTYPES, choose_device, choose_dtype
 from fp8calib.model.load import (
     ModelSource,
@@ -123,12 +122,11 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
         ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
     """
     checkpoint = Checkpoint.open(folder)
-    quantized = find_quantized(checkpoint)
-    if quantized is None:
+    if read_quantization(checkpoint) is None:
         return checkpoint
     from fp8calib.quantization.sources.decoded import decode_model  # most models need none of it
 
-    return decode_model(quantized, if_quantized=if_quantized)
+    return decode_model(checkpoint, if_quantized=if_quantized)
 
 
 def prepare_run_model(

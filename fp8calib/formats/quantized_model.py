@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
 from fp8calib.checkpoint.model_config import (
     CONFIG_NAME,
-    MODELOPT_CONFIG_NAME,
-    find_quantization_configs,
     replace_quantization,
 )
-from fp8calib.errors import ExportError, ModelError, UsageError, cut_list
+from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quark import QUARK, names_outputs
@@ -103,29 +100,10 @@ class QuantizedModel:
 
 
 def find_quantized(source: Checkpoint) -> QuantizedModel | None:
-    """Find how a checkpoint is quantized; None for an unquantized one.
-
-    Raises:
-        ModelError: config.json or ModelOpt's own file cannot be read, or no config says how the
-            weights are quantized.
-    """
-    sections = (section for _, section in find_quantization_configs(source.load_config()))
-    config = next((section for section in sections if section), {})
-    path = source.folder / MODELOPT_CONFIG_NAME
-    own_file = load_json_object(path) if path.is_file() else {}
-    if config or own_file:
-        return QuantizedModel(source=source, config=config, own_file=own_file)
-    packed = (
-        name
-        for name, entry in source.tensors.items()
-        if entry.dtype.startswith("F8_") or name.endswith((".qweight", ".weight_packed"))
-    )
-    if (name := next(packed, None)) is not None:
-        raise ModelError(
-            f"{source.folder}: {name} is quantized, but {CONFIG_NAME} has no quantization_config",
-            hint="engines need it to load the weights: restore the config of the checkpoint",
-        )
-    return None
+    """Find how a checkpoint is quantized; None for an unquantized one."""
+    if (found := read_quantization(source)) is None:
+        return None
+    return QuantizedModel(source=source, config=found[0], own_file=found[1])
 
 
 def list_kv_scales(source: Checkpoint, geometry: ModelGeometry) -> frozenset[str]:

@@ -24,7 +24,7 @@ from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.weights import is_companion
-from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
+from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.quantization.sources.packed import StoredWeight, find_blocks, find_fp4, find_integers
 
 FP8 = "FP8"
@@ -37,22 +37,21 @@ _READ = (
 )
 
 
-def decode_model(quantized: QuantizedModel, *, if_quantized: str) -> DecodedCheckpoint:
-    """Decode the checkpoint of a model to run.
+def decode_model(checkpoint: Checkpoint, *, if_quantized: str) -> DecodedCheckpoint:
+    """Decode the quantized checkpoint of a model to run.
 
     `if_quantized` is the hint of the error for a checkpoint that cannot be decoded.
 
     Raises:
         ModelError: it is quantized in a form that cannot be decoded.
     """
-    checkpoint = quantized.source
     decoded = DecodedCheckpoint(checkpoint)
     if decoded.form:
         return decoded
     is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
-    what = f"is already quantized (quant_method {quantized.method})"
+    what = f"is already quantized (quant_method {decoded.method})"
     hint = f"{if_quantized}; {_READ}"
-    if is_plain and quantized.method == COMPRESSED_TENSORS.method:
+    if is_plain and decoded.method == COMPRESSED_TENSORS.method:
         what, hint = "has KV scales, and its weights are not quantized", if_quantized
     raise ModelError(f"{checkpoint.folder} {what}", hint=hint)
 
@@ -86,6 +85,7 @@ class DecodedCheckpoint(Checkpoint):
 
     Attributes:
         weights: the quantized weights, by the names that they have unquantized.
+        method: the method of quantization, as messages name it.
         dtype_name: the dtype of decoded weights, as config.json spells it.
     """
 
@@ -95,6 +95,7 @@ class DecodedCheckpoint(Checkpoint):
         self._stored = stored
         quantized = find_quantized(stored)
         assert quantized is not None  # noqa: S101 -- every caller has checked it
+        self.method = quantized.method
         self.weights: dict[str, StoredWeight] = dict(find_fp4(stored))
         if quantized.method == "compressed-tensors":
             self.weights |= find_integers(stored)
