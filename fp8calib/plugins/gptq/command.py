@@ -192,13 +192,7 @@ def _make_job(
     settings: PlanSettings,
     reporter: Reporter,
 ) -> GptqJob:
-    """Make the job that observes what static scales need, and rounds; it works beside the output.
-
-    Raises:
-        UsageError: there is no class that runs the model, or the text is too short to hold back a
-            part of it.
-        UnfilledModelError: the checkpoint does not hold the model that its config describes.
-    """
+    """Make the job that observes what static scales need, and rounds, beside the output."""
     weights = any(each.has_static_inputs for each in settings.schemes)
     observe = Observe(kv=False, query=False, inputs=True, weights=weights)
     recipe, rows = apply_request(Recipe(name="gptq", observe=observe, formats=()), request)

@@ -82,11 +82,7 @@ class GptqJob(CalibrationJob):
         return largest + max((sum(found.values()) for found in sums.values()), default=0)
 
     def open_recorder(self, folder: Path) -> LayerRounding:
-        """Make what rounds the weights of each layer into the working folder of a run.
-
-        Raises:
-            ExportError: the disk cannot hold the codes.
-        """
+        """Make what rounds the weights of each layer into the working folder of a run."""
         matrices, inputs = self._find_inputs()
         require_free_space(folder, count_code_bytes(matrices))
         codes = RoundedCodes(folder / CODES)
@@ -97,11 +93,7 @@ class GptqJob(CalibrationJob):
         )
 
     def check_same(self, folder: Path) -> None:
-        """Refuse the codes of an interrupted run with other options.
-
-        Raises:
-            UsageError: the working folder holds such codes.
-        """
+        """Refuse the codes of an interrupted run with other options."""
         if not RoundedCodes(folder / CODES).is_of(self._list_options()):
             raise UsageError(
                 f"{folder}: the interrupted run had another scheme or other options",

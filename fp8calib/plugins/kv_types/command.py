@@ -226,12 +226,7 @@ def recommend(
     """Recommend the type that loses least; of equal losses, the one that needs least memory.
 
     None if the text cannot tell whether a type passes, or whether one that needs no more memory
-    loses less; and why.
-
-    Args:
-        rows: the types, FP8 among them.
-        pairs: the comparisons of all with all.
-        tokens: how many were scored.
+    loses less; and why. FP8 is among the types, and all are compared with all.
     """
     usable = [row for row in rows if row.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}]
     if not usable:

@@ -108,11 +108,7 @@ class Choices:
             yield f"the KV cache stays in 16 bits: {self.refused_cache}"
 
     def open(self, model: LoadedModel) -> Choices:
-        """Find the units of `model`, which may be without weights.
-
-        Raises:
-            VerificationError: nothing can be quantized.
-        """
+        """Find the units of `model`, which may be without weights."""
         self._parts = {name: self._split(name, model) for name in self._sizes}
         self.units = (*self._list_linears(), *self._list_caches())
         stored = sum(each.size_bytes for each in self._opened.target.checkpoint.tensors.values())

@@ -230,11 +230,7 @@ def _groups_table(result: PlanResult, *, most: int | None = None) -> Table:
 
 
 def _write_plan_page(result: PlanResult, path: Path) -> None:
-    """Write the page atomically.
-
-    Raises:
-        ExportError: the file cannot be written.
-    """
+    """Write the page atomically."""
     sections = [
         PageSection(title="KLD against bytes, on held-out text", figures=_draw_frontier(result)),
         PageSection(title="Groups, by their most costly choice", table=_groups_table(result)),

@@ -89,13 +89,7 @@ class OpenedPlan:
 
 @contextmanager
 def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
-    """Open the model and its texts.
-
-    Raises:
-        UsageError: an option is invalid.
-        ModelError: the model cannot be read or run, or is quantized.
-        DataError: the data cannot be read, or is one sequence.
-    """
+    """Open the model and its texts."""
     names = [request.engine] if isinstance(request.engine, str) else list(request.engine)
     if not names:
         raise UsageError("--engine: no name given", hint="leave out --engine to plan for vllm")
@@ -153,11 +147,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
 
 
 def make_budget(request: PlanRequest) -> Budget:
-    """Make the budget; refuse none, several, and impossible ones.
-
-    Raises:
-        UsageError: naming the options.
-    """
+    """Make the budget; refuse none, several, and impossible ones."""
     given = {"kld": request.max_kld, "ratio": request.max_ratio, "bytes": request.max_bytes}
     named = {kind: value for kind, value in given.items() if value is not None}
     if len(named) != 1:
@@ -182,11 +172,7 @@ def make_budget(request: PlanRequest) -> Budget:
 
 
 def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
-    """Plan the text of the calibration and the one that is held out.
-
-    Raises:
-        DataError: the data cannot be read, or is one sequence.
-    """
+    """Plan the text of the calibration and the one that is held out."""
     given = request.data
     specs = (given,) if isinstance(given, str | Path) else given or ()
     data = read_settings(request, tuple(map(str, specs)))

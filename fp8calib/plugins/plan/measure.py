@@ -126,12 +126,7 @@ class Measure:
 def open_measured_model(
     opened: OpenedPlan, choices: Choices, reporter: Reporter
 ) -> Iterator[StreamedModel]:
-    """Open the model layer by layer, in as much memory as a full round of plans needs.
-
-    Raises:
-        UsageError: it does not fit into memory.
-        VerificationError: nothing can be quantized.
-    """
+    """Open the model layer by layer, in as much memory as a full round of plans needs."""
     model, first, second = opened.model, opened.search, opened.held_out
     *_, whole = list_uniform(choices.open(model.prepared.model).units).values()
     moved = {len(first.sequences) + index: row for index, row in second.media.items()}

@@ -81,11 +81,7 @@ def _fold(chosen: Mapping[str, str], parent: str = "") -> Iterator[tuple[str, st
 
 
 def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: RunStats) -> None:
-    """Refuse a plan that an engine does not load, as `check` judges what would be written.
-
-    Raises:
-        VerificationError: naming the engine, and why.
-    """
+    """Refuse a plan that an engine does not load, as `check` judges what would be written."""
     if planned.quantize is None:
         return
     used = stats if planned.has_kv else stats.without_kv()

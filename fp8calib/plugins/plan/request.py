@@ -22,11 +22,7 @@ RULES = ("amax", "percentile:99.9", "percentile:99", "mse", "1.0")
 
 
 def read_size(text: object) -> float:
-    """Read a size in bytes, or a share of the unquantized model: `70%`, or `0.7` without a unit.
-
-    Raises:
-        UsageError: it is neither, or not above 0.
-    """
+    """Read a size in bytes, or a share of the unquantized model: `70%`, or `0.7` without a unit."""
     spelled = str(text).strip()
     plain = spelled.removesuffix("%").strip()
     try:

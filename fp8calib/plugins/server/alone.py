@@ -20,12 +20,7 @@ from fp8calib.verification.verify import Verification
 
 
 def check_dump(request: ServerRequest) -> None:
-    """Refuse a dump that cannot be read.
-
-    Raises:
-        UsageError: there is none, or the text of the comparison is not that of a dump.
-        ModelError: the file is no dump.
-    """
+    """Refuse a dump that cannot be read."""
     if request.reference_dump is None:
         return
     dump = Path(request.reference_dump)
@@ -39,12 +34,7 @@ def check_dump(request: ServerRequest) -> None:
 
 
 def read_dump(path: Path, plan: DataPlan) -> ServerEvidence:
-    """Read what `verify --dump` wrote about the same text.
-
-    Raises:
-        ModelError: the dump cannot be read.
-        DataError: it is of another text, or damaged.
-    """
+    """Read what `verify --dump` wrote about the same text."""
     with TensorFile(path) as file:
         found = {name: file.read(name) for name in file.tensors}
         metadata = file.metadata

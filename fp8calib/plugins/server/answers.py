@@ -87,9 +87,6 @@ def check_tokens(tokens: Sequence[int], ids: Sequence[int], cache_flag: str) -> 
     """Refuse an answer about other tokens than 2..L of `ids`.
 
     A cache of prompts, which the server's option `cache_flag` turns off, leaves out first ones.
-
-    Raises:
-        AnswerError: naming the first difference.
     """
     sent = list(ids[1:])
     if len(tokens) != len(sent):
@@ -117,11 +114,7 @@ def join_answer(
     num_top: int,
     logprobs_flag: str,
 ) -> ServerScores:
-    """Join the log-probabilities of tokens with those of the most likely ones, in any order.
-
-    Raises:
-        AnswerError: one is no log-probability, or there are fewer than `num_top` at a position.
-    """
+    """Join the log-probabilities of tokens with those of the most likely ones, in any order."""
     rows = [sorted(top, key=lambda pair: -pair[1]) for top in tops]
     for place, (logprob, row) in enumerate(zip(logprobs, rows, strict=True), start=1):
         likely = [each for _, each in row]
@@ -165,11 +158,7 @@ def _require_logprobs(values: Sequence[float], place: int) -> None:
 def check_written(
     tokens: Sequence[int], logprobs: Sequence[float] | None, count: int
 ) -> tuple[Sequence[int], Sequence[float]]:
-    """Give the tokens of a continuation, and their log-probabilities if they were asked for.
-
-    Raises:
-        AnswerError: there are more or fewer than `count`, or one is no log-probability.
-    """
+    """Give the tokens of a continuation, and their log-probabilities if they were asked for."""
     if len(tokens) != count:
         raise AnswerError(
             f"continues the text by {len(tokens)} tokens, not by {count}",

@@ -47,11 +47,7 @@ class ServerAnswers:
 
 
 def check_text(request: ServerRequest, plan: DataPlan) -> None:
-    """Refuse rows with media, and text that no server can be asked about.
-
-    Raises:
-        UsageError: there are such rows, or the kind of server is unknown.
-    """
+    """Refuse rows with media, and text that no server can be asked about."""
     if plan.media:
         kinds = " and ".join(list(plan.tokens_by_modality)[1:])
         raise UsageError(
@@ -71,11 +67,6 @@ def open_servers(
     """Connect to the servers; give the plan with what could not be checked.
 
     `say` gets notes on the connection while it is used.
-
-    Raises:
-        UsageError: a URL or a key is invalid, or both servers are one.
-        ServerError: a server fails.
-        ModelError: it has another model.
     """
     tokenizer = request.tokenizer
     if tokenizer is None:
@@ -114,10 +105,6 @@ def ask_servers(
     """Let the servers score the text, and the first one its first sequences again.
 
     With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
-
-    Raises:
-        ServerError: a server fails.
-        VerificationError: the model gives NaN or inf.
     """
     server, *others = servers
     request = server.request

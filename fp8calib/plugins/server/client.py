@@ -70,11 +70,6 @@ class Response:
     text: str
     """The beginning of the answer, on one line."""
 
-    @property
-    def is_ok(self) -> bool:
-        """Whether the server did what was asked."""
-        return self.status == httpx.codes.OK
-
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run it to its end, in another thread where a loop runs in this one, as in a notebook."""
@@ -133,11 +128,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def connected(self, timeout_s: float, concurrency: int) -> AsyncIterator[None]:
-        """Allow requests: at most so many at once, and so many seconds for each.
-
-        Raises:
-            UsageError: the environment names certificates or proxies that cannot be used.
-        """
+        """Allow requests: at most so many at once, and so many seconds for each."""
         headers = {"User-Agent": f"fp8calib/{__version__}"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"

@@ -95,12 +95,6 @@ class Diagnosis:
     size: float = 0.0
     """Root mean square of the server's changes, in nats."""
 
-    @property
-    def correlation(self) -> float:
-        """The correlation with the candidate `name`."""
-        found = next((fit.correlation for fit in self.fits if fit.candidate == self.name), None)
-        return found or 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
@@ -326,7 +320,9 @@ def describe_diagnosis(
     `has_scales` says whether scales were named that the server should use, `has_reference` whether
     an unquantized server was asked too. `kld` is the KL divergence in words; empty if unknown.
     """
-    how = f"(correlation {found.correlation:.2f})"
+    correlations = {fit.candidate: fit.correlation for fit in found.fits}
+    correlation = correlations.get(found.name) or 0.0
+    how = f"(correlation {correlation:.2f})"
     and_kld = f", {kld}" if kld else ""
     match found.finding:
         case ServerFinding.CANDIDATE if found.name in faults:
@@ -336,7 +332,7 @@ def describe_diagnosis(
             text = f"The server behaves like {SCALE_ONE} {how}: {end}."
         case ServerFinding.CANDIDATE:
             rest = "; the rest is the engine's arithmetic, or scales close to these"
-            rest = "" if found.correlation >= _SURE_CORRELATION else rest
+            rest = "" if correlation >= _SURE_CORRELATION else rest
             text = f"The server is explained by {found.name} {how}{rest}."
         case ServerFinding.UNQUANTIZED if has_reference and not found.size:
             text = (

@@ -25,11 +25,7 @@ def count_given(sequences: Sequence[torch.Tensor]) -> int:
 def write_text(
     model: LoadedModel, sequences: Sequence[torch.Tensor], progress: Progress
 ) -> tuple[torch.Tensor, ...]:
-    """Replace every sequence, but for its first tokens, by what the model writes.
-
-    Raises:
-        VerificationError: the model gives NaN or inf.
-    """
+    """Replace every sequence, but for its first tokens, by what the model writes."""
     generator = torch.Generator().manual_seed(SAMPLING_SEED)
     given = count_given(sequences)
     progress.stage("writing text", sum(map(len, sequences)), unit="tokens")

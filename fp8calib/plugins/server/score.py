@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import torch
@@ -52,12 +53,7 @@ class Server:
     def score(
         self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str
     ) -> ServerScores:
-        """Ask for the log-probabilities of sequences of token ids, 1-D int64; give them in order.
-
-        Raises:
-            ServerError: the server fails, or answers with something else.
-            ModelError: it has another model.
-        """
+        """Ask for the log-probabilities of sequences of token ids (1-D int64), in order."""
         kind, num_top = self.kind, self.request.server_logprobs
 
         async def ask(number: int) -> ServerScores:
@@ -82,10 +78,6 @@ class Server:
 
         Tokens are drawn at temperature 1 after the first few, or they are the most likely ones
         after the first half.
-
-        Raises:
-            ServerError: the server fails, or cannot continue token ids.
-            ModelError: it has another model.
         """
         kind, few = self.kind, count_given(sequences)
 
@@ -111,7 +103,7 @@ class Server:
     async def _ask(self, body: Mapping[str, Any], read: Callable[[Any], T], number: int) -> T:
         """Send a request about a sequence, and read the answer."""
         answer = await self.client.ask(self.kind.path, body)
-        if not answer.is_ok:
+        if answer.status != HTTPStatus.OK:
             raise self._refuse(answer)
         where = f"{self.client.url}{self.kind.path}: the answer"
         if answer.body is None:
@@ -196,10 +188,6 @@ def connect(
     """Find out what runs behind the URL, and refuse what cannot score `sequences`.
 
     `model` and `kind` are what the user named.
-
-    Raises:
-        ServerError: it is no server of a known kind, it fails, or takes only shorter text.
-        ModelError: it has another model.
     """
 
     async def ask() -> Server:
@@ -294,7 +282,7 @@ async def _check_tokenizer(
         here = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         answer = await client.ask("/tokenize", body)
-        is_known = answer.is_ok and isinstance(answer.body, dict)
+        is_known = answer.status == HTTPStatus.OK and isinstance(answer.body, dict)
         there = answer.body.get("tokens") if is_known else None
         if not isinstance(there, list):
             return "the tokenizers were not compared: the server has no /tokenize"

@@ -62,9 +62,7 @@ class _Fault:
 def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> EngineReport:
     """Judge the scales of a running engine by what a replay says that they are.
 
-    Args:
-        answers: one a rank.
-        report: the replay of the checkpoint's loading; its verdict stays where the engine agrees.
+    `report` is the replay of the checkpoint's loading; its verdict stays where the engine agrees.
     """
     first, layers = answers[0], [layer for answer in answers for layer in answer.layers]
     used: dict[Slot, dict[str, float]] = defaultdict(dict)

@@ -133,11 +133,7 @@ class EngineSettings:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse a vLLM that is not installed, and arguments that it lacks or that are set here.
-
-    Raises:
-        UsageError: naming the argument.
-    """
+    """Refuse a vLLM that is not installed, and arguments that it lacks or that are set here."""
     try:
         from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
     except ImportError as error:

@@ -109,11 +109,7 @@ class LoaderAnswer(Frozen):
 
 
 def fetch_checkpoint(path: str | Path) -> Path:
-    """Give the folder of a checkpoint, after downloading that of a Hub id.
-
-    Raises:
-        UsageError: the path is a file.
-    """
+    """Give the folder of a checkpoint, after downloading that of a Hub id."""
     folder = find_folder(str(path)) if may_be_on_hub(Path(path)) else Path(path)
     if folder.is_file():
         raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
@@ -121,11 +117,7 @@ def fetch_checkpoint(path: str | Path) -> Path:
 
 
 def find_release(python: Path) -> str:
-    """Name the vLLM of an environment as `--engine` takes it, the newest if it is unknown.
-
-    Raises:
-        UsageError: there is no such interpreter, or it does not answer.
-    """
+    """Name the vLLM of an environment as `--engine` takes it, the newest if it is unknown."""
     command = [str(python), "-I", "-c", _PRINT_VERSION]
     try:
         done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
@@ -147,17 +139,9 @@ def find_release(python: Path) -> str:
 def ask_loader(
     path: Path, python: Path, *, has_kv: bool, tp: int, trusts_code: bool
 ) -> LoaderAnswer:
-    """Load a folder with the vLLM of an environment.
+    """Load a folder with the vLLM of an environment, for each of `tp` ranks.
 
-    Args:
-        path: the checkpoint.
-        python: the interpreter of the environment.
-        has_kv: whether the KV cache is FP8.
-        tp: the number of tensor-parallel ranks; each is loaded.
-        trusts_code: whether vLLM runs the Python code of the checkpoint.
-
-    Raises:
-        UsageError: there is no such interpreter, or its environment has no vLLM.
+    `has_kv` says whether the KV cache is FP8, `trusts_code` whether the checkpoint's code may run.
     """
     arguments = [str(path.resolve()), "fp8" if has_kv else "auto", str(tp)]
     arguments += ["--trust-remote-code"] * trusts_code

@@ -58,11 +58,7 @@ class Matched:
 
 
 def match_sites(ranks: Sequence[Rank], prepared: PreparedModel, observe: Observe) -> Matched:
-    """Match the ranks' modules with the sites that a recipe observes.
-
-    Raises:
-        CalibrationError: a layer's K and V are observed by no module, or by several.
-    """
+    """Match the ranks' modules with the sites that a recipe observes."""
     geometry = prepared.geometry
     known = {name: each for rank in ranks for name, each in rank.modules.items()}
     module_of = dict(_list_modules_of_tensors(ranks, known))
@@ -191,14 +187,7 @@ def join_observed(
 ) -> dict[Site, SiteStats]:
     """Join what the ranks have observed into the statistics of the model's sites.
 
-    Args:
-        matched: which module shows which sites.
-        observe: what is observed.
-        ranks: the ranks.
-        found: the statistics of each rank, by vLLM's modules.
-
-    Raises:
-        CalibrationError: a rank has other heads than this tool expects of it.
+    `found` are the statistics of each rank, by vLLM's modules.
     """
     sites: dict[Site, SiteStats] = {}
     for site, (name, linear) in matched.linears.items():

@@ -60,11 +60,7 @@ class RankAnswer(Frozen):
 
     @classmethod
     def parse(cls, answer: Any) -> Self:
-        """Read the answer of a worker.
-
-        Raises:
-            ServerError: it is none, or that of another version of fp8calib.
-        """
+        """Read the answer of a worker."""
         try:
             return cls.model_validate(answer)
         except ValidationError as error:

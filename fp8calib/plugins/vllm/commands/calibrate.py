@@ -27,11 +27,7 @@ describe = core.describe
 
 
 def parse_engine_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """Read KEY=VALUE; a value is read as YAML, so that 0.8, true and {a: 1} are what they say.
-
-    Raises:
-        UsageError: a text has no `=`, or its value is not YAML.
-    """
+    """Read KEY=VALUE; a value is read as YAML, so that 0.8, true and {a: 1} are what they say."""
     if not texts:
         return None
     found: dict[str, Any] = {}
@@ -88,11 +84,7 @@ def run(
 
 
 def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> None:
-    """Refuse options that vLLM does not follow.
-
-    Raises:
-        UsageError: naming the option.
-    """
+    """Refuse options that vLLM does not follow."""
     others = {
         "--device": request.device != "auto",
         "--device-map": request.device_map is not None,
