@@ -15,27 +15,13 @@ from fp8calib.model.geometry import Linear
 HELD_EVERY = 8
 """One sequence of this many is held back, to measure the error of a rounding on it."""
 LENGTH_POWER = 0.25
-"""Tokens enter a Hessian with this power of their length; 0 would make all lengths 1."""
+"""Tokens enter a Hessian with this power of their length; 0 would make all lengths 1. The first
+token of a sequence can be a thousand times as long as others, and would dominate the Hessian."""
 _BLOCK = 192
 """Rows of a Hessian that are added at once, from the diagonal on."""
 _REMEMBERED = 4
 """How many inputs of a batch are remembered: the next linear may read the same tensor."""
 _PADDING, _USED, _HELD = range(3)
-
-
-def weigh_tokens(rows: torch.Tensor) -> torch.Tensor:
-    """Weigh tokens [N, C] before they enter a Hessian: the factors [N, 1] that shrink lengths.
-
-    A length becomes its fourth root. The first token of a sequence can be a thousand times as long
-    as other tokens, and would dominate the Hessian.
-    """
-    lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return lengths.clamp_min(torch.finfo(rows.dtype).tiny).pow(LENGTH_POWER - 1)
-
-
-def is_held_back(sequence: int) -> bool:
-    """Tell from the global index of a sequence whether its tokens are held back."""
-    return sequence % HELD_EVERY == HELD_EVERY - 1
 
 
 @dataclass(slots=True)
@@ -55,7 +41,8 @@ class HessianSums:
         if not len(rows):
             return
         wide = rows.to(torch.float32)
-        wide = wide * weigh_tokens(wide)
+        lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        wide = wide * lengths.clamp_min(torch.finfo(wide.dtype).tiny).pow(LENGTH_POWER - 1)
         if is_held:
             self.num_held += len(rows)
         else:
@@ -184,8 +171,9 @@ class HessianRecorder(Recorder):
 
 def _find_statuses(batch: BatchView) -> torch.Tensor:
     """Give for every row of a batch whether it is padding, used or held back: int64 [B * S]."""
-    held = [is_held_back(batch.first + index) for index in range(batch.shape[0])]
-    statuses = torch.where(torch.tensor(held), _HELD, _USED).repeat_interleave(batch.shape[1])
+    sequences = torch.arange(batch.first, batch.first + batch.shape[0])
+    held = sequences % HELD_EVERY == HELD_EVERY - 1
+    statuses = torch.where(held, _HELD, _USED).repeat_interleave(batch.shape[1])
     return statuses.masked_fill(batch.padding(statuses.device).flatten(), _PADDING)
 
 

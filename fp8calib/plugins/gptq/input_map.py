@@ -73,7 +73,11 @@ def _find_input(matrix: Matrix, readers: Collection[tuple[Layer, Linear]]) -> Ma
     linear = fitting[0]
     if not linear.num_experts:
         return MappedInput(key=linear.module, runner=linear.runner, layer=index)
-    expert = _find_expert(matrix)
+    expert = None
+    if matrix.position is not None:
+        expert = matrix.position.expert
+    elif found := split_expert(matrix.module):
+        expert = found[1]
     if expert is None or expert >= linear.num_experts:
         return _OTHER_INPUTS
     key = expert_key(linear.runner, expert, is_down=_is_down(linear))
@@ -82,10 +86,3 @@ def _find_input(matrix: Matrix, readers: Collection[tuple[Layer, Linear]]) -> Ma
 
 def _is_down(linear: Linear) -> bool:
     return bool(linear.num_experts) and linear.module.endswith(".down_proj")
-
-
-def _find_expert(matrix: Matrix) -> int | None:
-    if matrix.position is not None:
-        return matrix.position.expert
-    found = split_expert(matrix.module)
-    return found[1] if found else None

@@ -66,11 +66,7 @@ class WrittenSequence:
 
 
 def read(form: type[FormT], body: Any) -> FormT:
-    """Read an answer of a form.
-
-    Raises:
-        AnswerError: it has another one; the message names the first difference.
-    """
+    """Read an answer of a form; an error names the first difference."""
     try:
         return form.model_validate(body)
     except ValidationError as error:

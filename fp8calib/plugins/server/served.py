@@ -21,7 +21,6 @@ from fp8calib.model.geometry import Attention, Role
 from fp8calib.plugins.server.result import ServedResult
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks
-from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.score import Scores
 from fp8calib.verification.summary import average, compare_paired
 from fp8calib.verification.tables import describe_pair
@@ -29,6 +28,8 @@ from fp8calib.verification.token_scores import select_lengths
 
 _HINT = "leave out --decode"
 _AS_PROMPT = "a prompt"
+_SERVED, _PROMPT = "\0served:{}", "\0prompt:{}"
+"""The names of what runs beside a candidate."""
 
 
 def count_prompt(length: int) -> int:
@@ -120,14 +121,14 @@ def list_served(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """List what runs beside candidates of an engine whose prompts are computed in 16 bits."""
     for candidate in candidates:
         if candidate.has_cache:
-            yield replace(candidate, name=_served_key(candidate), make_hooks=ServedHooks)
+            yield replace(candidate, name=_SERVED.format(candidate.name), make_hooks=ServedHooks)
             others = {
                 site: quantizer
                 for site, quantizer in candidate.quantizers.items()
                 if site.role not in {Role.K, Role.V, Role.Q, Role.P}
             }
             if others or candidate.weights:  # else a prompt is the unquantized model's
-                yield replace(candidate, name=_prompt_key(candidate), quantizers=others)
+                yield replace(candidate, name=_PROMPT.format(candidate.name), quantizers=others)
 
 
 def compare_served(
@@ -140,15 +141,20 @@ def compare_served(
     for candidate in candidates:
         if not candidate.has_cache:
             continue
-        served = scores.candidates.get(_served_key(candidate))
+        served = scores.candidates.get(_SERVED.format(candidate.name))
         klds = {candidate.name: scores.candidates[candidate.name].klds}
         klds[_AS_PROMPT] = klds[candidate.name]
         if served is not None:
-            prompt = scores.candidates.get(_prompt_key(candidate), scores.reference)
+            prompt = scores.candidates.get(_PROMPT.format(candidate.name), scores.reference)
             klds = {candidate.name: served.klds, _AS_PROMPT: prompt.klds}
         chosen = {name: each[decoded] for name, each in klds.items()}
         pair = compare_paired(candidate.name, _AS_PROMPT, chosen, kept)
         means = {name: average(each, kept) for name, each in chosen.items()}
+        text = "a prompt is read from the cache too: decoding computes the same."
+        if served is not None:
+            text = f"attention of a prompt is in 16 bits; decoding {describe_pair(pair)}."
+            if pair.answer == "worse":
+                text += " Scores of prompts do not show what it costs."
         results.append(
             ServedResult(
                 candidate=candidate.name,
@@ -159,25 +165,7 @@ def compare_served(
                 decode_kld=means[candidate.name][0],
                 decode_kld_se=means[candidate.name][1],
                 difference=pair,
-                sentence=_describe(candidate.name, pair.answer, describe_pair(pair))
-                if served is not None
-                else f"{candidate.name}: a prompt is read from the cache too: decoding computes "
-                "the same.",
+                sentence=f"{candidate.name}: {text}",
             )
         )
     return tuple(results)
-
-
-def _describe(name: str, answer: PairedAnswer, words: str) -> str:
-    text = f"{name}: attention of a prompt is in 16 bits; decoding {words}."
-    if answer == "worse":
-        text = f"{text} Scores of prompts do not show what it costs."
-    return text
-
-
-def _served_key(candidate: Candidate) -> str:
-    return f"\0served:{candidate.name}"
-
-
-def _prompt_key(candidate: Candidate) -> str:
-    return f"\0prompt:{candidate.name}"

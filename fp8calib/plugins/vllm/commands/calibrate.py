@@ -106,23 +106,18 @@ def _make_settings(
 ) -> EngineSettings:
     from fp8calib.plugins.vllm.engine import EngineSettings
 
+    asked = recipe.quantize
+    schemes = () if asked is None else asked.make_settings().schemes
+    needs = [f"format {each}" for each in recipe.formats if find_dialect(each).has_linears]
+    needs += (f"scheme {each.name}" for each in schemes if each.has_static_inputs)
     return EngineSettings(
         dtype=model.dtype,
         trust_remote_code=request.trust_remote_code,
         tensor_parallel_size=request.tensor_parallel_size,
         pipeline_parallel_size=request.pipeline_parallel_size,
         options=request.engine_option or {},
-        needs_inputs=_find_what_needs_inputs(recipe),
+        needs_inputs=next(iter(needs), ""),
     )
-
-
-def _find_what_needs_inputs(recipe: Recipe) -> str:
-    for name in recipe.formats:
-        if find_dialect(name).has_linears:
-            return f"format {name}"
-    asked = recipe.quantize
-    schemes = () if asked is None else asked.make_settings().schemes
-    return next((f"scheme {each.name}" for each in schemes if each.has_static_inputs), "")
 
 
 calibrate = as_function("calibrate", VllmCalibrateRequest, run)
