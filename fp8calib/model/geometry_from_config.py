@@ -10,9 +10,10 @@ of a tensor) is left to transformers (`fp8calib.model.geometry_from_class`,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, open_leniently, stored_dtype
@@ -30,70 +31,56 @@ from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Par
 GENERATION_NAME = "generation_config.json"
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A number in a closed range; True is none."""
-
-    kind: tuple[type, ...]
-    least: float
-    most: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Many:
-    """A list of items, or an object of any keys, whose values all fit."""
-
-    kind: type
-    pattern: object
-    least: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """An object that has the required keys, and no others than these and the optional ones."""
-
-    required: Mapping[str, object]
-    optional: Mapping[str, object] = field(default_factory=dict)
+_Fits = Callable[[Any], bool]
+"""Tells whether a value of a JSON file is as expected."""
 
 
 def _fits(value: object, pattern: object) -> bool:
     """Tell whether a value of a JSON file is as a pattern says.
 
-    A tuple has alternatives, a type stands for all its values, everything else for itself.
+    A tuple has alternatives, a type stands for all its values, a function tells itself, and
+    everything else stands for itself.
     """
     if isinstance(pattern, tuple):
         return any(_fits(value, each) for each in pattern)
-    if isinstance(pattern, _Number):
-        return (
-            isinstance(value, int | float)
-            and type(value) in pattern.kind
-            and pattern.least <= value <= pattern.most
-        )
-    if isinstance(pattern, _Many):
-        items = [*value.values()] if isinstance(value, dict) else value
-        return (
-            isinstance(value, pattern.kind)
-            and isinstance(items, list)
-            and len(items) >= pattern.least
-            and all(_fits(item, pattern.pattern) for item in items)
-        )
-    if isinstance(pattern, _Object):
-        known = {**pattern.optional, **pattern.required}
-        return (
-            isinstance(value, dict)
-            and pattern.required.keys() <= value.keys() <= known.keys()
-            and all(_fits(item, known[key]) for key, item in value.items())
-        )
     if isinstance(pattern, type):
         return type(value) is pattern
+    if callable(pattern):
+        return bool(pattern(value))
     return type(value) is type(pattern) and value == pattern
 
 
-_SIZE = _Number((int,), 1, (1 << 31) - 1)
-_TOKEN = _Number((int,), 0, (1 << 31) - 1)
-_TOKENS = (_TOKEN, _Many(list, _TOKEN, least=1))
-_SMALL = _Number((float,), 1e-12, 0.999)
-_POSITIVE = _Number((int, float), 1e-12, 1e12)
+def _number(kinds: tuple[type, ...], least: float, most: float) -> _Fits:
+    """Expect a number in a closed range; True is none."""
+    return lambda value: type(value) in kinds and least <= value <= most
+
+
+def _list(pattern: object, least: int = 0) -> _Fits:
+    """Expect a list of items that all fit."""
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) >= least
+        and all(_fits(item, pattern) for item in value)
+    )
+
+
+def _object(
+    required: Mapping[str, object], optional: Mapping[str, object] = MappingProxyType({})
+) -> _Fits:
+    """Expect an object that has the required keys, and no others than these and the optional."""
+    known = {**optional, **required}
+    return lambda value: (
+        isinstance(value, dict)
+        and required.keys() <= value.keys() <= known.keys()
+        and all(_fits(item, known[key]) for key, item in value.items())
+    )
+
+
+_SIZE = _number((int,), 1, (1 << 31) - 1)
+_TOKEN = _number((int,), 0, (1 << 31) - 1)
+_TOKENS = (_TOKEN, _list(_TOKEN, least=1))
+_SMALL = _number((float,), 1e-12, 0.999)
+_POSITIVE = _number((int, float), 1e-12, 1e12)
 _ACTIVATION = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -107,25 +94,25 @@ _LLAMA3 = {
 _REQUIRED = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), _SIZE),
     **dict.fromkeys(("num_key_value_heads", "vocab_size", "max_position_embeddings"), _SIZE),
-    "num_hidden_layers": _Number((int,), 1, MAX_LAYERS),
+    "num_hidden_layers": _number((int,), 1, MAX_LAYERS),
 }
 _COMMON = {
     "head_dim": _SIZE,
     **dict.fromkeys(("use_cache", "tie_word_embeddings"), bool),
     "hidden_act": _ACTIVATION,
     **dict.fromkeys(("rms_norm_eps", "initializer_range"), _SMALL),
-    "attention_dropout": _Number((int, float), 0, 0.999),
+    "attention_dropout": _number((int, float), 0, 0.999),
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPES),
     **dict.fromkeys(("bos_token_id", "unk_token_id"), _TOKEN),
     "eos_token_id": _TOKENS,
     "pad_token_id": (_TOKEN, None),
     **dict.fromkeys(("transformers_version", "_name_or_path", "_model_name_or_path"), str),
     "rope_theta": _POSITIVE,
-    "rope_scaling": (None, _Object(_LLAMA3)),
+    "rope_scaling": (None, _object(_LLAMA3)),
     "rope_parameters": (
         None,
-        _Object({"rope_type": "default", "rope_theta": _POSITIVE}),
-        _Object({**_LLAMA3, "rope_theta": _POSITIVE}),
+        _object({"rope_type": "default", "rope_theta": _POSITIVE}),
+        _object({**_LLAMA3, "rope_theta": _POSITIVE}),
     ),
 }
 _WINDOW = (_SIZE, None)
@@ -133,7 +120,7 @@ _WINDOWS_OFF = {
     "use_sliding_window": False,
     "sliding_window": _WINDOW,
     "max_window_layers": _SIZE,
-    "layer_types": _Many(list, "full_attention"),
+    "layer_types": _list("full_attention"),
 }
 
 
@@ -262,8 +249,8 @@ def _find_family(config: Mapping[str, Any]) -> _Family | None:
     if family is None:
         return None
     names = {"model_type": str, "architectures": [f"{family.name}ForCausalLM"]}
-    pattern = _Object({**_REQUIRED, **names}, {**_COMMON, **family.keys})
-    if not _fits({k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}, pattern):
+    pattern = _object({**_REQUIRED, **names}, {**_COMMON, **family.keys})
+    if not pattern({k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}):
         return None
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
     has_theta = "rope_theta" in config
@@ -364,7 +351,7 @@ def _build(
 # --- sampling and quantization -------------------------------------------------------------------
 
 _FORMATS = ("float-quantized", "naive-quantized", "dense")
-_GENERATION = _Object(
+_GENERATION = _object(
     {},
     {
         **dict.fromkeys(("_from_model_config", "do_sample", "use_cache"), bool),
@@ -372,9 +359,9 @@ _GENERATION = _Object(
         **dict.fromkeys(("bos_token_id", "pad_token_id"), _TOKEN),
         "eos_token_id": _TOKENS,
         **dict.fromkeys(("top_k", "max_length", "max_new_tokens"), _SIZE),
-        "temperature": _Number((float,), 1e-3, 2),
-        "top_p": _Number((float,), 1e-3, 1),
-        "repetition_penalty": _Number((float,), 1e-3, 10),
+        "temperature": _number((float,), 1e-3, 2),
+        "top_p": _number((float,), 1e-3, 1),
+        "repetition_penalty": _number((float,), 1e-3, 10),
         "transformers_version": str,
     },
 )
@@ -386,47 +373,43 @@ _ONE_VALUE: Mapping[str, object] = {
 }
 
 
-def _scheme(strategy: str, *, is_dynamic: bool = False, **sizes: object) -> _Object:
+def _scheme(strategy: str, *, is_dynamic: bool = False, **sizes: object) -> _Fits:
     """Make the pattern of a scheme of FP8."""
     required = {"num_bits": 8, "type": "float", "strategy": strategy, **sizes}
     if is_dynamic:
-        return _Object({**required, "dynamic": True}, {**_ONE_VALUE, "observer": None})
-    return _Object(required, {**_ONE_VALUE, "dynamic": False, "observer": _OBSERVERS})
+        return _object({**required, "dynamic": True}, {**_ONE_VALUE, "observer": None})
+    return _object(required, {**_ONE_VALUE, "dynamic": False, "observer": _OBSERVERS})
 
 
 _TENSOR = _scheme("tensor")
-_SECTION = _Object(
+_GROUP = _object(
+    {
+        "targets": _list(str, least=1),
+        "weights": (_TENSOR, _scheme("channel"), _scheme("block", block_structure=[128, 128])),
+    },
+    {
+        "input_activations": (
+            None,
+            _TENSOR,
+            _scheme("token", is_dynamic=True),
+            _scheme("group", is_dynamic=True, group_size=128),
+        ),
+        "output_activations": None,
+        "format": _FORMATS,
+    },
+)
+_SECTION = _object(
     {
         "quant_method": "compressed-tensors",
         "format": _FORMATS,
         "quantization_status": "compressed",
-        "config_groups": _Many(
-            dict,
-            _Object(
-                {
-                    "targets": _Many(list, str, least=1),
-                    "weights": (
-                        _TENSOR,
-                        _scheme("channel"),
-                        _scheme("block", block_structure=[128, 128]),
-                    ),
-                },
-                {
-                    "input_activations": (
-                        None,
-                        _TENSOR,
-                        _scheme("token", is_dynamic=True),
-                        _scheme("group", is_dynamic=True, group_size=128),
-                    ),
-                    "output_activations": None,
-                    "format": _FORMATS,
-                },
-            ),
+        "config_groups": lambda groups: (
+            isinstance(groups, dict) and all(_GROUP(each) for each in groups.values())
         ),
     },
     {
         "kv_cache_scheme": (None, _TENSOR),
-        "ignore": _Many(list, str),
+        "ignore": _list(str),
         "version": str,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -445,10 +428,10 @@ def is_plain(folder: Path, config: Mapping[str, object]) -> bool:
         return False
     section = next((section for _, section in find_quantization_configs(config)), {})
     method = str(section.get("quant_method")).replace("_", "-")
-    if method == "compressed-tensors" and not _fits(section, _SECTION):
+    if method == "compressed-tensors" and not _SECTION(section):
         return False
     path = folder / GENERATION_NAME
     try:
-        return not path.is_file() or _fits(load_json_object(path), _GENERATION)
+        return not path.is_file() or _GENERATION(load_json_object(path))
     except ModelError:
         return False
