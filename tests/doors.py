@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import CalibrationRun, collect_stats, make_header
+from fp8calib.calibration import calibrate
 from fp8calib.calibration.calibration_stats import (
     RunStats,
     SiteStats,
@@ -22,10 +22,12 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.hooks import HookedCache
+from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.stats_header import BackOff, Observe, StatsHeader
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.stats_header import BackOff, Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
@@ -98,13 +100,22 @@ class Subject:
     mode: MemoryPlan
     device: str
 
-    def header(self, plan: DataPlan, observe: Observe = OBSERVE) -> StatsHeader:
-        """Make the header of a run."""
-        return make_header(
-            *(self.prepared, plan, self.source, self.checkpoint),
-            observe=observe,
-            recipe_name="test",
+    def job(self, plan: DataPlan, observe: Observe = OBSERVE, **more: Any) -> CalibrationJob:
+        """Make a job whose model is held as the test says."""
+        model = RunModel(
+            name="test",
+            source=self.source,
+            checkpoint=self.checkpoint,
+            prepared=self.prepared,
+            device=self.device,
+            dtype=str(self.prepared.model.dtype).removeprefix("torch."),
+            dtype_why="",
+            is_live=True,
         )
+        more = {"progress": Silent(), **more}
+        job = CalibrationJob(model=model, observe=observe, recipe_name="test", plan=plan, **more)
+        vars(job)["mode"] = self.mode
+        return job
 
     def calibrate(
         self,
@@ -116,20 +127,16 @@ class Subject:
         progress: Silent | None = None,
     ) -> RunStats:
         """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
-        plan = plan or rows_of(LENGTHS)
-        run = CalibrationRun(
-            prepared=self.prepared,
-            plan=plan,
-            checkpoint=self.checkpoint,
-            header=self.header(plan, observe),
-            observe=observe,
-            batch_size=batch_size,
+        share = share or WorkShare()
+        job = self.job(
+            *(plan or rows_of(LENGTHS), observe),
+            asked_batch_size=batch_size,
+            shard=share.shard,
             progress=progress or Silent(),
-            mode=self.mode,
-            device=self.device,
-            **vars(share or WorkShare()),
         )
-        return collect_stats(run)
+        stats, cost = calibrate.run_calibration(job, share.journal)
+        share.back_offs.extend(cost["batch_back_off"])
+        return stats
 
 
 def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:

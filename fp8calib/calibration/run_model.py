@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.device import DTYPES
@@ -38,9 +37,9 @@ class RunModel:
         """Whether how it is held in memory is not for us to choose."""
         return self.is_live or self.device_map is not None
 
-    def load(self, mode: MemoryPlan, progress: Progress) -> PreparedModel:
-        """Give the model with its weights, or without them the one that is streamed."""
-        if self.is_live or mode.is_streamed:
+    def load(self, progress: Progress) -> PreparedModel:
+        """Give the model with its weights."""
+        if self.is_live:
             return self.prepared
         progress.stage("loading the model", None)
         model = load_model(
@@ -51,6 +50,10 @@ class RunModel:
             checkpoint=self.checkpoint,
         )
         return replace(self.prepared, weights=WeightSource(model, self.checkpoint))
+
+    def describe(self, engine: str = "") -> str:
+        """Describe how it computes, on its device or in an engine."""
+        return f"computing in {self.dtype} on {engine or self.device} ({self.dtype_why})"
 
     def list_warnings(self) -> Iterator[str]:
         """Warn of weights that are decoded while they are read, and of tensors without a place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8calib.calibration.calibrate import TextEngine
-from fp8calib.calibration.calibration_stats import RunStats, save_stats
+from fp8calib.calibration.calibrate import run_calibration
+from fp8calib.calibration.calibration_stats import RunStats, load_stats_file, save_stats
+from fp8calib.calibration.job import CalibrationJob, TextEngine
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.calibration.processes import open_process_group
@@ -32,17 +33,10 @@ from fp8calib.checkpoint.output import (
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
-from fp8calib.commands.calibration_job import (
-    CalibrationJob,
-    looks_finished,
-    read_finished,
-    remove_outputs,
-    work_folder,
-)
 from fp8calib.commands.check_written import finish_formats
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import FileHasher
-from fp8calib.commands.model import open_run_model, plan_text
+from fp8calib.commands.model import describe_job, open_run_model, plan_text
 from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
 from fp8calib.commands.recipe import (
     Quantize,
@@ -56,8 +50,8 @@ from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats
-from fp8calib.data.rows import ReadRow
-from fp8calib.data.sequences import DataPlan, parse_share
+from fp8calib.commands.work_folder import remove_outputs, work_folder
+from fp8calib.data.sequences import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules, write_formats
 from fp8calib.formats.dialect import Attachment
@@ -66,14 +60,17 @@ from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
     check_replaced,
+    list_outputs,
 )
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.model.device import choose_rank_device
 from fp8calib.model.load import load_tokenizer
-from fp8calib.numerics.formats import FP8_FORMATS
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 
 if TYPE_CHECKING:  # most recipes quantize nothing
     from fp8calib.commands.quantize import QuantizeResult
+    from fp8calib.quantization.select import Selection
+    from fp8calib.quantization.settings import PlanSettings
 
 
 def run(
@@ -99,7 +96,9 @@ def run(
         ExportError: a format or the checkpoint of the recipe cannot be written.
     """
     recipe, rows = apply_request(load_recipe(str(request.recipe)), request)
-    if request.shard is not None or request.out is None:
+    out = None if request.out is None else Path(request.out)
+    shard = None if request.shard is None else parse_share(request.shard)
+    if shard is not None or out is None:
         # nothing is written, or nothing that needs the statistics of all shards
         recipe = recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
     device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
@@ -107,39 +106,47 @@ def run(
     with ExitStack() as stack:
         group = stack.enter_context(open_process_group(process_rank))
         # without a folder every process may have a part of the model, else each would write it
-        can_be_sharded = request.out is None
-        opened = open_run_model(request, recipe=recipe, can_be_sharded=can_be_sharded)
+        opened = open_run_model(request, recipe=recipe, can_be_sharded=out is None)
         model = stack.enter_context(opened)
         needs_files = recipe.quantize or any(find_dialect(e).needs_model for e in recipe.formats)
-        if model.is_live and needs_files and request.out is not None:
-            saved = saved_model(request.model, Path(request.out), request.tokenizer)
-            folder = Path(stack.enter_context(saved))
+        if model.is_live and needs_files and out is not None:
+            folder = Path(stack.enter_context(saved_model(request.model, out, request.tokenizer)))
             model = replace(model, checkpoint=stack.enter_context(Checkpoint.open(folder)))
         _check_formats(request, recipe, model)
-        job = CalibrationJob(
-            model=model,
-            recipe=recipe,
-            shard=None if request.shard is None else parse_share(request.shard),
-            out=None if request.out is None else Path(request.out),
-            group=group,
-            resume=request.resume,
-            force=request.force,
-            engine=None if make_engine is None else make_engine(model, recipe),
-            reporter=reporter,
-        )
-        if job.out is not None:
-            _check_outputs(job, dry_run=request.dry_run)
+        if out is not None:
+            _check_outputs(request, recipe, model, out)
+        text = None
         if recipe.observe.needs_forward:
-            job = replace(job, plan=_read_text(job, request, rows))
-        elif job.shard is not None:
+            given = request.tokenizer
+            text = plan_text(
+                *(model.source, recipe.data), rows=rows, part="calibrate", tokenizer=given
+            )
+            if request.show_text is not None and group.is_first:
+                given = given or load_tokenizer(model.source)
+                for number, ids in enumerate(text.sequences[: request.show_text], 1):
+                    shown = given.decode(ids, skip_special_tokens=False)
+                    reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
+        elif shard is not None:
             raise UsageError(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
                 hint="leave out --shard",
             )
-        told = dict.fromkeys((*model.list_warnings(), *(job.plan.warnings if job.plan else ())))
+        job = CalibrationJob(
+            model=model,
+            observe=recipe.observe,
+            recipe_name=recipe.name,
+            plan=text,
+            asked_batch_size=recipe.data.batch_size,
+            shard=shard,
+            out=out,
+            group=group,
+            engine=None if make_engine is None else make_engine(model, recipe),
+            progress=reporter,
+        )
+        told = dict.fromkeys((*model.list_warnings(), *(text.warnings if text else ())))
         for warning in told:
             reporter.warn(warning)
-        result = _run(job, request)
+        result = _run(job, recipe, request, reporter)
         if isinstance(result, CalibrateResult) and not result.was_finished:
             missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
             for warning in dict.fromkeys((*result.warnings, *missing)):
@@ -148,58 +155,98 @@ def run(
         return result
 
 
-def _read_text(
-    job: CalibrationJob, request: CalibrateRequest, rows: Iterable[ReadRow] | None
-) -> DataPlan:
-    """Read the text, and print what --show-text asks for."""
-    source, tokenizer = job.model.source, request.tokenizer
-    text = plan_text(source, job.recipe.data, rows=rows, part="calibrate", tokenizer=tokenizer)
-    if request.show_text is not None and job.group.is_first:
-        tokenizer = tokenizer or load_tokenizer(source)
-        for number, ids in enumerate(text.sequences[: request.show_text], 1):
-            shown = tokenizer.decode(ids, skip_special_tokens=False)
-            job.reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
-    return text
-
-
-def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
-    group, model = job.group, job.model
-    finished = None
+def _run(
+    job: CalibrationJob,
+    recipe: Recipe,
+    request: CalibrateRequest,
+    reporter: Reporter,
+) -> CalibrateResult | RunPlan | None:
+    group, model, out, finished = job.group, job.model, job.out, None
     # The first process alone looks for it: others may see what it writes now.
-    if group.is_first and job.out is not None:
-        finished = read_finished(job, job.out)
-    if group.broadcast(lambda: finished is not None):
-        remove_progress_file(job.folder)
+    if group.is_first and out is not None and request.resume:
+        finished = _read_finished(job, recipe, out)
+    if out is not None and group.broadcast(lambda: finished is not None):
+        reporter.say(f"{out} is finished already")
+        remove_progress_file(out)
         return finished
     if request.dry_run:
-        return job.describe_plan()
-    if job.out is None:
-        stats, cost = job.run()
-        return _make_result(job, stats, cost) if group.is_first else None
+        writes = [] if out is None else sorted(_list_owned(recipe))
+        return describe_job(job, out=str(out), writes=writes)
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
-    for text in (*rows, *job.mode.describe()):
-        job.reporter.say(text)
+    for text in (*rows, *job.mode.describe()) if out is not None else ():
+        reporter.say(text)
+    reporter.say(model.describe("" if job.engine is None else job.engine.describe()))
+    if group.size > 1:
+        threads = torch.get_num_threads()
+        reporter.say(f"{group.size} processes share the data, with {threads} threads each")
+    if out is None:
+        stats, cost = run_calibration(job)
+        return _make_result(job, recipe, stats, cost) if group.is_first else None
     files = None if model.is_live else model.source.folder
     on_gpu = group.is_first and model.device != "cpu"
-    with work_folder(job) as journal, FileHasher(files, at_once=on_gpu) as hasher:
-        if isinstance(journal, CalibrateResult):
-            return journal
-        stats, cost = job.run(journal)
+    opened = work_folder(
+        *(job, out, reporter),
+        owned=_list_owned(recipe),
+        resume=request.resume,
+        force=request.force,
+    )
+    with opened as journal, FileHasher(files, at_once=on_gpu) as hasher:
+        folder = journal.folder
+        if request.resume and group.size == 1 and not any(folder.glob(f"{NAME_PREFIX}*")):
+            # an earlier run may have written all output there, and could not move it
+            finished = _read_finished(job, recipe, folder)
+        if finished is not None:
+            reporter.say(f"{out} is finished already")
+            return finished
+        stats, cost = run_calibration(job, journal)
         if not group.is_first:
             return None
-        save_stats(stats, journal.folder / STATS_NAME)
+        remove_outputs(folder)
+        save_stats(stats, folder / STATS_NAME)
         try:
-            with explained(job.folder):
-                return _write_outputs(job, request, stats, cost, journal.folder, hasher)
+            with explained(out):
+                return _write_outputs(job, recipe, request, stats, cost, folder, hasher)
         except ExportError as error:  # hours of statistics are worth more than their formats
             failed = error
-            remove_outputs(journal.folder)
-            save_stats(stats, journal.folder / STATS_NAME)
+            remove_outputs(folder)
+            save_stats(stats, folder / STATS_NAME)
     raise ExportError(
         failed.message,
-        hint=f"the statistics are saved: {spell_export(job.folder / STATS_NAME, model.name)} "
+        hint=f"the statistics are saved: {spell_export(out / STATS_NAME, model.name)} "
         "writes scales without another run",
     ) from failed
+
+
+def _list_owned(recipe: Recipe) -> frozenset[str]:
+    """Name the files and folders that a calibration writes in the output folder."""
+    checkpoint = [recipe.quantize.folder] if recipe.quantize else []
+    return list_outputs(recipe.formats, recipe.tp).union((STATS_NAME, REPORT_NAME), checkpoint)
+
+
+def _looks_finished(recipe: Recipe, folder: Path) -> bool:
+    """Whether a folder may hold the finished run that --resume continues."""
+    return all((folder / name).exists() for name in _list_owned(recipe))
+
+
+def _read_finished(job: CalibrationJob, recipe: Recipe, folder: Path) -> CalibrateResult | None:
+    """Read the result from a folder that holds this run, finished; None if it does not."""
+    if not _looks_finished(recipe, folder):
+        return None
+    try:
+        stats = load_stats_file(folder / STATS_NAME, accepts_shard=True)
+        report = json.loads((folder / REPORT_NAME).read_bytes())
+        if report.get("quantize"):
+            from fp8calib.commands.quantize import QuantizeResult  # few recipes quantize
+
+            report["quantize"] = QuantizeResult.from_json(report["quantize"])
+        result = CalibrateResult.from_json(
+            {**report, "stats": CalibrationStats.of(stats), "was_finished": True}
+        )
+    except (ModelError, ValueError):
+        return None
+    asked, found = (each and (each.index, each.count) for each in (job.shard, stats.shard))
+    is_other = asked != found or stats.header.explain_other(job.header)
+    return None if is_other else result
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -232,25 +279,37 @@ def _check_formats(request: CalibrateRequest, recipe: Recipe, model: RunModel) -
     )
 
 
-def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
+def _check_outputs(request: CalibrateRequest, recipe: Recipe, model: RunModel, out: Path) -> None:
     """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
-    if not dry_run and not looks_finished(job, job.folder):
-        check_output(job.folder, job.owned, job.force, inputs=[job.model.source.folder])
-    checkpoint = job.model.checkpoint
-    check_replaced(job.recipe.formats, job.folder, checkpoint.stored)
-    if job.recipe.quantize is None:
+    may_be_finished = request.resume and _looks_finished(recipe, out)
+    if not request.dry_run and not may_be_finished:
+        check_output(out, _list_owned(recipe), request.force, inputs=[model.source.folder])
+    checkpoint = model.checkpoint
+    check_replaced(recipe.formats, out, checkpoint.stored)
+    if recipe.quantize is None:
         return
-    folder = job.folder / job.recipe.quantize.folder
+    folder = out / recipe.quantize.folder
     if folder.is_dir():
         known = {file.path.name for file in checkpoint.files} | {SINGLE_FILE_NAME}
         known |= plan_overlay(checkpoint.stored).names
         refuse_unknown_entries(folder, {path.name for path in folder.iterdir()} - known)
     try:
-        job.select_matrices(job.recipe.quantize.make_settings())
+        _select(recipe, checkpoint, recipe.quantize.make_settings())
     except (ModelError, ExportError) as error:
         hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
         what = f"{folder.name} cannot be written: {error.message}"
         raise ExportError(what, hint=hint) from error
+
+
+def _select(recipe: Recipe, checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
+    """Choose the linears that a recipe quantizes."""
+    from fp8calib.quantization.plan import select_linears
+    from fp8calib.quantization.select import check_unquantized
+
+    if (fp8_dtype := recipe.scales.fp8_dtype) != E4M3FN.name:
+        raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {fp8_dtype}")
+    check_unquantized(checkpoint.stored)
+    return select_linears(checkpoint, settings)
 
 
 # --- after the run -------------------------------------------------------------------------------
@@ -258,6 +317,7 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
 
 def _write_outputs(
     job: CalibrationJob,
+    recipe: Recipe,
     request: CalibrateRequest,
     stats: RunStats,
     cost: Mapping[str, Any],
@@ -265,7 +325,7 @@ def _write_outputs(
     hasher: FileHasher,
 ) -> CalibrateResult:
     """Write what is made of the statistics, the report last."""
-    recipe = job.recipe
+    assert job.out is not None  # noqa: S101 -- `folder` becomes it
     notes = write_formats(
         *(stats, recipe.formats, folder),
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
@@ -276,7 +336,7 @@ def _write_outputs(
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     checked = finish_formats(
-        *(recipe.formats, folder, job.folder, request.model),
+        *(recipe.formats, folder, job.out, request.model),
         revision=request.revision,
         check=request.check,
     )
@@ -284,7 +344,7 @@ def _write_outputs(
     checkpoint = None
     if recipe.quantize is not None:
         try:
-            checkpoint = _quantize(job, recipe.quantize, request, stats, folder)
+            checkpoint = _quantize(job, recipe, recipe.quantize, request, stats, folder)
         except (ModelError, ExportError) as error:  # statistics and scales of a long run are kept
             why = "; ".join(filter(None, (error.message, error.hint)))
             failure = f"{recipe.quantize.folder} is not written: {why}"
@@ -298,7 +358,7 @@ def _write_outputs(
     files = [name for name in list_files(folder) if not name.startswith(work)]
     places = dict.fromkeys(name.partition("/")[0] for name in files)
     result = _make_result(
-        *(job, stats, cost),
+        *(job, recipe, stats, cost),
         files=tuple(sorted([*files, REPORT_NAME])),
         warnings=(*notes, *warnings),
         checked=checked,
@@ -316,6 +376,7 @@ def _write_outputs(
 
 def _quantize(
     job: CalibrationJob,
+    recipe: Recipe,
     asked: Quantize,
     request: CalibrateRequest,
     stats: RunStats,
@@ -334,23 +395,23 @@ def _quantize(
 
     started = time.monotonic()
     settings, checkpoint = asked.make_settings(), job.model.checkpoint
-    selection = job.select_matrices(settings)
+    selection = _select(recipe, checkpoint, settings)
     unmeasured = list_unmeasured(stats, *split_static(settings, selection))
     if unmeasured:
         settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
         selection = find_selection(checkpoint, ignore=settings.ignore).require()
-    scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
+    scales = find_scales(stats, checkpoint, settings, selection, recipe.scales.choice)
     plan = make_plan(checkpoint, settings, selection, scales=scales)
-    job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+    job.progress.stage("quantizing", plan.data_bytes, unit="bytes")
     written = write_checkpoint(
         *(checkpoint, plan, folder / asked.folder),
         device=torch.device("cpu"),
-        advance=job.reporter.advance,
+        advance=job.progress.advance,
     )
     return finish_quantized(
         *(request, checkpoint, plan, written),
         folder=folder,
-        target=job.folder,
+        target=job.out,
         path=asked.folder,
         started=started,
         geometry=stats.geometry,
@@ -364,6 +425,7 @@ def _quantize(
 
 def _make_result(
     job: CalibrationJob,
+    recipe: Recipe,
     stats: RunStats,
     cost: Mapping[str, Any],
     *,
@@ -372,7 +434,7 @@ def _make_result(
     **written: Any,
 ) -> CalibrateResult:
     """Make the result; `cost` is what the run gave, and `written` has the rest of the fields."""
-    model, text, shard, recipe, header = job.model, job.plan, job.shard, job.recipe, stats.header
+    model, text, shard, header = job.model, job.plan, job.shard, stats.header
     expert_tokens = {
         name.removesuffix(".up_proj"): tokens for name, tokens in stats.expert_counts.items()
     }
@@ -388,7 +450,6 @@ def _make_result(
         architecture=stats.geometry.architecture,
         out=job.out,
         files=files,
-        **job.count(),
         shard=None if shard is None else {"index": shard.index, "count": shard.count},
         **cost,
         dtype=model.dtype,

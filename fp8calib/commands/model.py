@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import check_runnable
+from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
@@ -206,6 +207,18 @@ def describe_run(
     }
     text = (*mode.describe(), *lines)
     return RunPlan(plan={**described, **more, **mode.as_json()}, text=text)
+
+
+def describe_job(job: CalibrationJob, **more: Any) -> RunPlan:
+    """Describe a planned calibration; `more` is added to the plan, or replaces what it has."""
+    rows = job.plan.rows if job.plan else None
+    described = {
+        **job.count(),
+        "data": list(job.plan.sources) if job.plan else [],
+        "rows": rows and asdict(rows),
+    }
+    text = rows.describe() if rows else ()
+    return describe_run(job.model, job.mode, text, **(described | more))
 
 
 def read_settings(request: object, specs: Sequence[str]) -> Data:

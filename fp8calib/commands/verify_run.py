@@ -358,7 +358,7 @@ def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
     """Say how the model is held in memory, and how it computes."""
     for note in mode.describe():
         reporter.say(note)
-    reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
+    reporter.say(model.describe())
 
 
 def hash_inputs(

@@ -413,15 +413,14 @@ def open_scored(
 
         assert isinstance(model.checkpoint, LiveCheckpoint)  # noqa: S101 -- of every live model
         model.checkpoint.hold()
-    prepared = model.load(mode, progress)
     if not mode.is_streamed:
-        yield prepared
+        yield model.load(progress)
         return
     # most models fit into memory
     from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
 
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
-    with open_streamed(prepared, model.checkpoint, tokens, mode, model.device) as streamed:
+    with open_streamed(model.prepared, model.checkpoint, tokens, mode, model.device) as streamed:
         yield streamed
 
 

@@ -75,7 +75,7 @@ def keep_in(
 
     folder.mkdir(exist_ok=True)
     plan = rows_of(lengths, seed=seed)
-    header: StatsHeader = subject.header(plan, observe).model_copy(update=changes)
+    header: StatsHeader = subject.job(plan, observe).header.model_copy(update=changes)
     journal = Journal(folder, header, shard=shard, batch_size=batch_size, warn=warn)
     journal.load()
     return WorkShare(shard=shard, journal=journal)

@@ -147,7 +147,7 @@ def test_a_run_with_media_goes_on(
 
         def go_on() -> WorkShare:
             (tmp_path / "kept").mkdir(exist_ok=True)
-            header = subject.header(plan)
+            header = subject.job(plan).header
             kept = journal.Journal(
                 tmp_path / "kept",
                 header,

@@ -5,23 +5,23 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats
-from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.origin import CalibrationOrigin
+from fp8calib.calibration.job import CalibrationJob
+from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, CalibrationOrigin
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output
-from fp8calib.commands.calibration_job import CalibrationJob, work_folder
 from fp8calib.commands.check_planned import require_servable
-from fp8calib.commands.model import plan_text, prepare_run_model
+from fp8calib.commands.model import describe_job, plan_text, prepare_run_model
 from fp8calib.commands.model_folder import saved_model
 from fp8calib.commands.quantize import (
     QuantizeResult,
@@ -35,6 +35,7 @@ from fp8calib.commands.recipe import Recipe, apply_request
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
+from fp8calib.commands.work_folder import work_folder
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
@@ -133,13 +134,26 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
             if note:
                 reporter.warn(note)
         if request.dry_run:
-            return _describe_run(job, expected)
+            return _describe_run(job, expected, out)
         started = time.monotonic()
         if request.resume and (written := find_finished(out, expected)) is not None:
             reporter.say(f"{out} is finished already")
         else:
             check_output(out, expected.names, request.force, inputs=[job.model.source.folder])
-            with _rounded_codes(job) as (measured, codes):
+            for text in (*job.mode.describe(), job.model.describe()):
+                reporter.say(text)
+            work = out.with_name(f"{out.name}.rounding")
+            with (
+                work_folder(
+                    *(job, work, reporter),
+                    owned=frozenset((STATS_NAME, REPORT_NAME)),
+                    resume=request.resume,
+                    force=request.force,
+                    check_old=job.check_same,
+                ) as journal,
+                closing(RoundedCodes(journal.folder / CODES)) as codes,
+            ):
+                measured, _ = run_calibration(job, journal)
                 expected = plan(measured)
                 reporter.stage("quantizing", expected.data_bytes, unit="bytes")
                 written = write_checkpoint(
@@ -152,7 +166,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
                     rounded=codes,
                 )
                 rounded = _list_rounded(job, selection, codes)
-            shutil.rmtree(job.folder, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
         made = finish_quantized(
             *(request, checkpoint, expected, written),
             folder=out,
@@ -230,12 +244,12 @@ def _make_job(
     out = Path(request.out)
     return GptqJob(
         model=model,
-        recipe=recipe,
+        observe=recipe.observe,
+        recipe_name=recipe.name,
         plan=text,
+        asked_batch_size=recipe.data.batch_size,
         out=out.with_name(f"{out.name}.rounding"),
-        resume=request.resume,
-        force=request.force,
-        reporter=reporter,
+        progress=reporter,
         settings=settings,
     )
 
@@ -253,12 +267,13 @@ def _check_measured(job: CalibrationJob, static: Collection[Matrix]) -> None:
     )
 
 
-def _describe_run(job: CalibrationJob, expected: QuantizePlan) -> RunPlan:
+def _describe_run(job: CalibrationJob, expected: QuantizePlan, out: Path) -> RunPlan:
     """Describe what would be run and written."""
     schemes = list(list_layer_schemes(expected))
     linears = expected.selection.quantized
-    return job.describe_plan(
-        out=str(job.folder).removesuffix(".rounding"),
+    return describe_job(
+        job,
+        out=str(out),
         writes=sorted(expected.names),
         scheme=expected.settings.scheme.name,
         **({"layer_schemes": schemes} if schemes else {}),
@@ -266,18 +281,6 @@ def _describe_run(job: CalibrationJob, expected: QuantizePlan) -> RunPlan:
         output_size_bytes=expected.size_bytes,
         work_disk_bytes=count_code_bytes(linears),
     )
-
-
-@contextmanager
-def _rounded_codes(job: CalibrationJob) -> Iterator[tuple[RunStats, RoundedCodes]]:
-    """Run the text and round all layers; give the statistics and the codes, which then go."""
-    for text in job.mode.describe():
-        job.reporter.say(text)
-    with work_folder(job) as journal:
-        assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
-        stats, _ = job.run(journal)
-        with closing(RoundedCodes(journal.folder / CODES)) as codes:
-            yield stats, codes
 
 
 def _list_rounded(

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 
+from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import require_free_space
-from fp8calib.commands.calibration_job import CalibrationJob
 from fp8calib.errors import UsageError
 from fp8calib.model.geometry import Layer
 from fp8calib.numerics.encode import decode_rows, encode_rows
@@ -39,6 +39,7 @@ from fp8calib.plugins.gptq.hessians import (
 from fp8calib.plugins.gptq.input_map import MappedInput, map_inputs
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.plan import select_linears
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.weights import WeightReader, WeightScales, spread_scales
 
@@ -81,8 +82,9 @@ class GptqJob(CalibrationJob):
             largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
         return largest + max((sum(found.values()) for found in sums.values()), default=0)
 
-    def open_recorder(self, folder: Path) -> LayerRounding:
+    def open_recorder(self, folder: Path | None) -> LayerRounding:
         """Make what rounds the weights of each layer into the working folder of a run."""
+        assert folder is not None  # noqa: S101 -- `gptq` runs it there
         matrices, inputs = self._find_inputs()
         require_free_space(folder, count_code_bytes(matrices))
         codes = RoundedCodes(folder / CODES)
@@ -102,7 +104,7 @@ class GptqJob(CalibrationJob):
 
     def _find_inputs(self) -> tuple[Sequence[Matrix], Mapping[str, MappedInput]]:
         """Find the weights to round, and the inputs that they multiply."""
-        matrices = self.select_matrices(self.settings).quantized
+        matrices = select_linears(self.model.checkpoint, self.settings).quantized
         return matrices, map_inputs(self.model.prepared, matrices)[0]
 
     def _list_options(self) -> dict[str, object]:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file, save_stats
+from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import format_size, output_folder, write_file_atomic
-from fp8calib.commands.calibration_job import CalibrationJob
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
@@ -87,7 +88,8 @@ def _calibrate(opened: OpenedPlan, folder: Path, reporter: Reporter, *, is_known
     earlier = next((path for path in places if is_known and path.exists()), None)
     if earlier is None:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
-        stats, _ = _make_job(opened, reporter).run()
+        reporter.say(opened.model.describe())
+        stats, _ = run_calibration(_make_job(opened, reporter))
     else:
         reporter.say("calibrated before")
         stats = load_stats_file(earlier)
@@ -99,10 +101,11 @@ def _make_job(opened: OpenedPlan, reporter: Reporter) -> CalibrationJob:
     """Make the job that calibrates; the plan itself is what is written."""
     return CalibrationJob(
         model=opened.model,
-        recipe=opened.recipe,
+        observe=opened.recipe.observe,
+        recipe_name=opened.recipe.name,
         plan=opened.calibration,
-        out=None,
-        reporter=reporter,
+        asked_batch_size=opened.request.batch_size,
+        progress=reporter,
     )
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from safetensors.torch import load
 
-from fp8calib.calibration.calibrate import CalibrationRun
 from fp8calib.calibration.calibration_stats import SiteStats, join_ranges
+from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
@@ -88,7 +88,7 @@ class EngineSettings:
         return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}{drafter}"
 
     def observe(
-        self, run: CalibrationRun, todo: Sequence[Batch]
+        self, job: CalibrationJob, todo: Sequence[Batch], journal: Journal | None
     ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
         """Run batches through vLLM and observe them; each sequence is run alone.
 
@@ -106,12 +106,13 @@ class EngineSettings:
                 "the data has images or audio, and vLLM runs text alone here",
                 hint="use `fp8calib calibrate`, which runs transformers",
             )
+        checkpoint = job.model.checkpoint
         longest = max(max(batch.lengths) for batch in todo)
-        run.progress.stage("vLLM loads the model", None)
-        with _engine(run.checkpoint.folder, self, longest) as llm:
-            engine = _Run(llm, run.prepared, run.observe, run.header.num_sequences)
-            with _open_drafter(self, run.checkpoint) as drafter:
-                engine.start(run.checkpoint.stored, drafter)
+        job.progress.stage("vLLM loads the model", None)
+        with _engine(checkpoint.folder, self, longest) as llm:
+            engine = _Run(llm, job.model.prepared, job.observe, job.header.num_sequences)
+            with _open_drafter(self, checkpoint) as drafter:
+                engine.start(checkpoint.stored, drafter)
             unseen = engine.matched.unseen
             if self.needs_inputs and unseen:
                 site, why = next(iter(unseen.items()))
@@ -121,8 +122,8 @@ class EngineSettings:
                     hint="use `fp8calib calibrate`, or choose a recipe without scales of inputs",
                 )
             num_tokens = sum(batch.num_tokens for batch in todo)
-            run.progress.stage("calibrating in vLLM", num_tokens, unit="tokens")
-            engine.run(todo, run.progress, run.journal)
+            job.progress.stage("calibrating in vLLM", num_tokens, unit="tokens")
+            engine.run(todo, job.progress, journal)
             return engine.stats(), unseen
 
     @property

@@ -15,13 +15,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.calibrate import (
-    CalibrationRun,
-    choose_batch_size,
-    collect_stats,
-    make_header,
-)
+from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats
+from fp8calib.calibration.job import CalibrationJob, choose_batch_size
+from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter
@@ -75,22 +72,27 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     size = recipe.data.batch_size or choose_batch_size(device, plan.seq_len)
     with Checkpoint.open(Path(folder)) as checkpoint:
         ready = prepare(model, checkpoint, recipe.observe.ignore)
-        header = make_header(
-            *(ready, plan, source, checkpoint), observe=recipe.observe, recipe_name=recipe.name
+        loaded = RunModel(
+            name=folder,
+            source=source,
+            checkpoint=checkpoint,
+            prepared=ready,
+            device=device,
+            dtype=dtype,
+            dtype_why="",
+            is_live=True,
         )
 
         def calibrate() -> RunStats:
-            return collect_stats(
-                CalibrationRun(
-                    prepared=ready,
-                    plan=plan,
-                    checkpoint=checkpoint,
-                    header=header,
-                    observe=recipe.observe,
-                    batch_size=size,
-                    progress=PythonReporter(None),
-                )
+            job = CalibrationJob(
+                model=loaded,
+                observe=recipe.observe,
+                recipe_name=recipe.name,
+                plan=plan,
+                asked_batch_size=size,
+                progress=PythonReporter(None),
             )
+            return run_calibration(job)[0]
 
         yield Setup(
             model=model,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8calib.calibration.calibrate import choose_batch_size
+from fp8calib.calibration.job import choose_batch_size
 from scripts.benchmarks.workers.streamed_pass import limit_memory
 from scripts.benchmarks.workers.timing import load_batches, run_plain
 

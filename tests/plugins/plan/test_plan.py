@@ -100,7 +100,7 @@ def test_another_budget_takes_what_was_measured(
     def run_nothing(*_: object, **__: object) -> None:
         raise AssertionError("text is calibrated on")
 
-    monkeypatch.setattr("fp8calib.commands.calibration_job.CalibrationJob.run", run_nothing)
+    monkeypatch.setattr("fp8calib.plugins.plan.command.run_calibration", run_nothing)
     options = ("--scheme", "w8a16", "--passes", 60, "--points", 0, "--kv-tokens", 40)
     found = plan(planted, out, "--max-kld", 0.02, *options, "--resume").json
     (chosen,) = [point for point in found["frontier"] if point["is_chosen"]]

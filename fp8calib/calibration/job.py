@@ -1,0 +1,172 @@
+"""A calibration before it runs: what is observed of which model, on which text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
+from fp8calib.calibration.calibration_stats import SiteStats
+from fp8calib.calibration.fingerprint import fingerprint_model, versions
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
+from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.recorder import Recorder
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.stats_header import Observe, StatsHeader
+from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
+from fp8calib.model.device import DTYPES
+from fp8calib.model.geometry import Site
+
+_GPU_BATCH_TOKENS = 8192
+"""About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""
+
+
+def choose_batch_size(device: str, seq_len: int) -> int:
+    """Choose how many sequences a batch has where the user does not."""
+    return 1 if device == "cpu" else max(1, _GPU_BATCH_TOKENS // seq_len)
+
+
+class TextEngine(Protocol):
+    """An engine that loads the model itself, runs batches and observes them."""
+
+    def describe(self) -> str:
+        """Describe its version and how it runs, as the header of the statistics has it."""
+
+    def observe(
+        self, job: CalibrationJob, todo: Sequence[Batch], journal: Journal | None
+    ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
+        """Run batches; give the statistics, and the sites that it does not show, with the reason.
+
+        The model of the job has no weights.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationJob:
+    """What is to be observed of a model, and how.
+
+    A subclass may also work on each layer while its inputs are there, such as round its weights:
+    `why_streamed` and the last two methods are its own.
+    """
+
+    model: RunModel
+    observe: Observe
+    recipe_name: str
+    plan: DataPlan | None = None
+    """None where only weights are observed."""
+    asked_batch_size: int | None = None
+    """The sequences of a batch; None leaves them to the job."""
+    shard: Share | None = None
+    out: Path | None = None
+    """The output folder; None writes nothing."""
+    group: ProcessGroup = LONE
+    """The processes that divide the text."""
+    engine: TextEngine | None = None
+    """What runs the text; None runs it with transformers."""
+    progress: Progress
+    why_streamed: ClassVar[str] = ""
+    """Why the model is streamed even if it fits into memory."""
+
+    @cached_property
+    def header(self) -> StatsHeader:
+        """The header of its statistics, without skipped sites and hashes of tensors."""
+        model, plan = self.model, self.plan
+        return StatsHeader(
+            geometry=model.prepared.geometry,
+            model_fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
+            data_fingerprint=plan.fingerprint if plan else "",
+            data_sources=plan.sources if plan else (),
+            num_sequences=len(plan.sequences) if plan else 0,
+            num_tokens=plan.num_tokens if plan else 0,
+            recipe_name=self.recipe_name,
+            recipe_hash=hashlib.sha256(self.observe.model_dump_json().encode()).hexdigest(),
+            compute_dtype=model.dtype,
+            histogram_sequences=HISTOGRAM_SEQUENCES,
+            input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
+            skipped=(),
+            versions=versions(plan.tokens_by_modality if plan else ()),
+            measured_quantized=model.checkpoint.form,
+            engine="" if self.engine is None else self.engine.describe(),
+            text_start=plan.start if plan else "",
+            modality_tokens=plan.tokens_by_modality if plan else {},
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """The sequences of a batch; an engine runs them one by one."""
+        if self.asked_batch_size is not None:
+            return self.asked_batch_size
+        if self.plan is None or self.engine is not None:
+            return 1
+        return choose_batch_size(self.model.device, self.plan.seq_len)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The batches of its shard, those that an interrupted run has done among them.
+
+        Raises:
+            UsageError: there are fewer batches than shards.
+        """
+        return [] if self.plan is None else select_batches(self.plan, self.batch_size, self.shard)
+
+    def count(self) -> dict[str, int]:
+        """Count the sequences and tokens of these batches."""
+        return {
+            "sequences": sum(len(batch.lengths) for batch in self.batches),
+            "tokens": sum(batch.num_tokens for batch in self.batches),
+        }
+
+    @cached_property
+    def mode(self) -> MemoryPlan:
+        """How the model is held: in memory whole, or streamed.
+
+        Raises:
+            UsageError: it fits in neither way.
+        """
+        model, observe = self.model, self.observe
+        if self.engine is not None or model.is_placed:
+            return MemoryPlan()
+        elements = sum(  # amax by channel; the plan's reserve covers the other statistics
+            (observe.inputs + observe.weights) * linear.in_features
+            + observe.weights * linear.out_features
+            for _, linear in model.prepared.geometry.linears()
+        )
+        extra = {"statistics": elements * torch.float32.itemsize}
+        if layer_bytes := self.estimate_bytes():
+            extra["work on layers"] = layer_bytes
+        scratch = Path.cwd()
+        if self.out is not None:
+            scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        sharers = self.group.process_rank.local_size
+        work = Workload(
+            prepared=model.prepared,
+            checkpoint=model.checkpoint,
+            dtype=DTYPES[model.dtype],
+            device=model.device,
+            batches=self.group.share.take(self.batches),
+            scratch=scratch,
+            sharers=sharers,
+            extra=extra,
+            least_read_bytes=model.checkpoint.total_size_bytes if observe.weights else 0,
+            always_streams=self.why_streamed,
+        )
+        limits = find_limits(model.device, model.memory, sharers=sharers)
+        return plan_halved(work, limits, 1 if self.asked_batch_size else self.batch_size)
+
+    # --- work on each layer -----------------------------------------------------------------------
+
+    def estimate_bytes(self) -> int:
+        """Estimate the memory that the work on layers needs beside the calibration's own."""
+        return 0
+
+    def open_recorder(self, folder: Path | None) -> Recorder:  # noqa: ARG002
+        """Make what records inputs, and may work on each layer and write into the folder."""
+        return Recorder(self.header.num_sequences)

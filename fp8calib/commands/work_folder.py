@@ -1,0 +1,94 @@
+"""The working folder of a calibration, which `--resume` continues."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from fp8calib.calibration.job import CalibrationJob
+from fp8calib.calibration.journal import NAME_PREFIX, Journal
+from fp8calib.calibration.processes import RankLostError
+from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
+from fp8calib.commands.request import Reporter
+from fp8calib.errors import ExportError
+
+
+@contextmanager
+def work_folder(
+    job: CalibrationJob,
+    out: Path,
+    reporter: Reporter,
+    *,
+    owned: frozenset[str],
+    resume: bool,
+    force: bool,
+    check_old: Callable[[Path], object] = lambda _folder: None,
+) -> Iterator[Journal]:
+    """Open the working folder of a run; it becomes the output folder `out` at the end.
+
+    An interruption, a failed peer and a failure to write keep its checkpoints for --resume; any
+    other error removes it. Of several processes the first one does all of this; the others write
+    their checkpoints to its folder. `check_old` looks at what an interrupted run left.
+
+    Raises:
+        UsageError: the folder is in use, or --resume finds another calibration in it.
+        ModelError: a checkpoint is damaged.
+    """
+    group, old = job.group, list[Journal]()
+    open_journal = partial(
+        Journal,
+        header=job.header,
+        shard=job.shard,
+        batch_size=job.batch_size,
+        warn=reporter.warn,
+        rank=group.rank,
+    )
+
+    def read_old(folder: Path) -> None:
+        old.append(open_journal(folder))
+        old[0].load()
+        check_old(folder)
+
+    if not group.is_first:
+        folder, sequences = group.broadcast(tuple)
+        yield open_journal(folder, sequences=sequences)
+        return
+    with output_folder(
+        out,
+        owned=owned,
+        tag="fp8calib calibrate",
+        resume=resume,
+        force=force,
+        inputs=[job.model.source.folder],
+        on_old=read_old,
+        kept_after=(KeyboardInterrupt, RankLostError, ExportError),
+    ) as folder:
+        journal = old[0] if old else open_journal(folder)
+        if journal.has_layers:
+            reporter.say("--resume: continuing after the finished layers")
+        elif journal.sequences:
+            done = sum(stop - first for first, stop in journal.sequences)
+            reporter.say(
+                f"--resume: {done} of {job.header.num_sequences} sequences are done, continuing "
+                "with the rest"
+            )
+        elif resume:
+            reporter.say("--resume: no interrupted run found, starting from the beginning")
+        if group.size > 1:
+            group.broadcast(lambda: (folder, journal.sequences))
+        yield journal
+        journal.remove()
+
+
+def remove_outputs(folder: Path) -> None:
+    """Remove output that an earlier run began to write; it is written again."""
+    for path in folder.iterdir():
+        if path.name == PROGRESS_NAME or path.name.startswith(NAME_PREFIX):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
