@@ -234,7 +234,7 @@ def test_rows_with_media_are_refused() -> None:
     batch = Batch(first=0, input_ids=torch.zeros(1, 4).long(), lengths=(4,), media=media)
     run: Any = None
     with pytest.raises(UsageError, match="the data has images or audio"):
-        EngineSettings(dtype="float32").observe(run, [batch])
+        EngineSettings(dtype="float32").observe(run, [batch], None)
 
 
 def test_q_is_what_the_model_multiplied_before_attention() -> None:
