@@ -206,10 +206,6 @@ def load_stats_file(
     """Load a stats file, or the one in the folder `path`.
 
     With `as_arrays` its tensors are arrays of numpy, and torch is not imported.
-
-    Raises:
-        UsageError: there is no such file, or it stores a shard and `accepts_shard` is false.
-        ModelError: the file is damaged, or not a stats file of this tool.
     """
     if path.is_dir():
         path = path / STATS_NAME
@@ -298,11 +294,7 @@ def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def merge_shards(named: Sequence[tuple[str, RunStats]]) -> RunStats:
-    """Merge all shards of one run, with their names in messages: in any order, they are the run.
-
-    Raises:
-        ModelError: the shards are of different runs, one is given twice, or one is missing.
-    """
+    """Merge all shards of one run, with their names in messages: in any order, they are the run."""
     if not named:
         raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
     found: list[tuple[str, RunStats, StatsShard]] = []

@@ -110,11 +110,7 @@ class CalibrationJob:
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """The batches of its shard, those that an interrupted run has done among them.
-
-        Raises:
-            UsageError: there are fewer batches than shards.
-        """
+        """The batches of its shard, those that an interrupted run has done among them."""
         return [] if self.plan is None else select_batches(self.plan, self.batch_size, self.shard)
 
     def count(self) -> dict[str, int]:
@@ -126,11 +122,7 @@ class CalibrationJob:
 
     @cached_property
     def mode(self) -> MemoryPlan:
-        """How the model is held: in memory whole, or streamed.
-
-        Raises:
-            UsageError: it fits in neither way.
-        """
+        """How the model is held: in memory whole, or streamed."""
         model, observe = self.model, self.observe
         if self.engine is not None or model.is_placed:
             return MemoryPlan()

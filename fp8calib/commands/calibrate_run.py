@@ -35,7 +35,7 @@ from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
 from fp8calib.commands.check_written import finish_formats
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import FileHasher
+from fp8calib.commands.hashes import hash_run
 from fp8calib.commands.model import describe_job, open_run_model, plan_text
 from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
 from fp8calib.commands.recipe import (
@@ -182,15 +182,13 @@ def _run(
     if out is None:
         stats, cost = run_calibration(job)
         return _make_result(job, recipe, stats, cost) if group.is_first else None
-    files = None if model.is_live else model.source.folder
-    on_gpu = group.is_first and model.device != "cpu"
     opened = work_folder(
         *(job, out, reporter),
         owned=_list_owned(recipe),
         resume=request.resume,
         force=request.force,
     )
-    with opened as journal, FileHasher(files, at_once=on_gpu) as hasher:
+    with opened as journal:
         folder = journal.folder
         if request.resume and group.size == 1 and not any(folder.glob(f"{NAME_PREFIX}*")):
             # an earlier run may have written all output there, and could not move it
@@ -205,7 +203,7 @@ def _run(
         save_stats(stats, folder / STATS_NAME)
         try:
             with explained(out):
-                return _write_outputs(job, recipe, request, stats, cost, folder, hasher)
+                return _write_outputs(job, recipe, request, stats, cost, folder)
         except ExportError as error:  # hours of statistics are worth more than their formats
             failed = error
             remove_outputs(folder)
@@ -322,7 +320,6 @@ def _write_outputs(
     stats: RunStats,
     cost: Mapping[str, Any],
     folder: Path,
-    hasher: FileHasher,
 ) -> CalibrateResult:
     """Write what is made of the statistics, the report last."""
     assert job.out is not None  # noqa: S101 -- `folder` becomes it
@@ -364,7 +361,8 @@ def _write_outputs(
         checked=checked,
         quantize=checkpoint,
         failure=failure,
-        hashes=hasher.hash_run(
+        hashes=hash_run(
+            None if job.model.is_live else job.model.source.folder,
             recipe.data.sources if job.plan else (),
             {name: folder / name for name in places},
         ),

@@ -28,16 +28,10 @@ def write_card(
     commands: Sequence[str] = (),
     is_quantized: bool = True,
 ) -> None:
-    """Write the card of a checkpoint. The same run gives the same bytes.
+    """Write the card of a checkpoint that is made of `model`. The same run gives the same bytes.
 
-    Args:
-        folder: of the checkpoint.
-        name: what the folder will be called.
-        scheme: how weights or the KV cache are stored.
-        model: what the checkpoint was made from.
-        revision: that of a model on the Hub.
-        commands: what serves it.
-        is_quantized: whether weights or the KV cache are.
+    `name` is what the folder will be called, and `scheme` says how weights or the KV cache are
+    stored. `commands` serve it.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

@@ -39,13 +39,7 @@ def plan_checkpoint(
     stats: RunStats | None,
     rules: ScaleRules = PLAIN_RULES,
 ) -> tuple[QuantizePlan, tuple[str, ...]]:
-    """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
-
-    Raises:
-        ModelError: the model is quantized already, its layout is not known, or the statistics are
-            of another one.
-        ExportError: the statistics have no data for a site.
-    """
+    """Plan a checkpoint with the scales of statistics; gives notes on its scales too."""
     check_unquantized(checkpoint)
     selection = select_linears(checkpoint, settings)
     scales = NO_SCALES
@@ -65,18 +59,9 @@ def require_servable(plan: QuantizePlan, source: Path) -> tuple[str, ModelGeomet
 
     Of a model whose shape `check` does not know, a note says that this was not checked.
 
-    Args:
-        plan: the checkpoint.
-        source: the model's folder.
-
     Returns:
         The note, also where only one engine can load it, empty if there is nothing to note; and the
         shape of the model.
-
-    Raises:
-        ModelError: no model can be built from the config, or tensors of it are missing or have
-            other shapes.
-        ExportError: naming why each engine cannot load it.
     """
     reports, unchecked, geometry = _replay_plan(plan, source, list_defaults())
     if unchecked:
@@ -102,10 +87,6 @@ def replay_settings(
 
     Returns:
         The plan; the report of each engine; and why nothing was checked, else empty.
-
-    Raises:
-        ModelError: the model cannot be quantized.
-        ExportError: the statistics do not fit, or the checkpoint cannot be written so.
     """
     with Checkpoint.open(folder) as checkpoint:
         plan, _ = plan_checkpoint(checkpoint, asked, stats)
@@ -120,10 +101,6 @@ def _replay_plan(
 
     What `check` reads is written to a temporary folder: configs, headers and scales. Scales of
     weights are 1.0, and other data are holes in the files.
-
-    Raises:
-        ModelError: no model can be built from the config, or tensors of it are missing or have
-            other shapes.
     """
     with TemporaryDirectory(prefix="fp8calib-") as name:
         folder = Path(name)

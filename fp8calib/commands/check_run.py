@@ -119,12 +119,7 @@ def _compare_weights(stats: RunStats, path: Path) -> Iterator[str]:
 
 
 def _refuse_other(path: Path) -> None:
-    """Refuse what no engine loads, and say what to name in its place.
-
-    Raises:
-        UsageError: a folder with checkpoints in it, as calibrate and export write.
-        ModelError: a file of something else than scales.
-    """
+    """Refuse what no engine loads, and say what to name in its place."""
     if path.is_dir():
         fault, hint = "", ""
         if inner := list_inner_checkpoints(path):
@@ -164,11 +159,7 @@ def _open_model(path: Path, folder: ScaleFolder | None, model: str | Path | None
 def _read_stats(
     given: Stats, model: ScaleFolder, geometry: ModelGeometry, scales: ScaleFolder
 ) -> RunStats:
-    """Read the statistics; refuse another model's, where the model or the scales show it.
-
-    Raises:
-        ModelError: naming the difference.
-    """
+    """Read the statistics; refuse another model's, where the model or the scales show it."""
     from fp8calib.commands.stats import read_stats  # imports torch
     from fp8calib.formats.read import check_origin
 
@@ -197,9 +188,6 @@ def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolde
 
     Of a folder without weights the config alone is compared. A quantized model is not compared:
     the record is of the unquantized one.
-
-    Raises:
-        ModelError: naming the difference.
     """
     entries = (entry for held in model.tensors.values() for entry in held.values())
     is_fp8 = any(entry.dtype in WEIGHT_FORMATS for entry in entries)  # without a config too

@@ -38,9 +38,6 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
 
     One of the default engines has to use the scales of every layer. Whether it loads the weights is
     not asked.
-
-    Raises:
-        ExportError: naming the method, and the reason for each server.
     """
     folder = open_folder(written)
     faults: dict[str, str] = {}
@@ -95,16 +92,9 @@ def finish_checkpoint(
 ) -> tuple[WrittenCheck, ...]:
     """Check a written checkpoint as `check` does, and write its card.
 
-    Args:
-        written: the output folder where it is now.
-        target: the output folder where it will be.
-        scheme: how weights or the KV cache are stored.
-        model: what the checkpoint was made from.
-        path: of the checkpoint in the output folder.
-        revision: that of a model on the Hub.
-        check: whether engines are asked.
-        plain_caches: the layers whose KV cache stays in 16 bits.
-        stats: those that `check --stats` gets.
+    It is at `path` in the output folder, which is `written` now and will be `target`. Without
+    `check` no engine is asked. `plain_caches` are the layers whose KV cache stays in 16 bits, and
+    `stats` are those that `check --stats` gets.
     """
     checked: tuple[WrittenCheck, ...] = ()
     if check and path not in _NO_OVERLAY:

@@ -238,10 +238,6 @@ def _relate(
     Returns:
         The statistics, for a quantized model with its own names of tensors; how they belong to the
         model; what is quantized in it, if something is; and what a user should know about it.
-
-    Raises:
-        UsageError: the model is int4, which no overlay can be made of.
-        ModelError: it is another one.
     """
     from fp8calib.formats.dialect import Attachment
     from fp8calib.formats.quantized_model import find_quantized

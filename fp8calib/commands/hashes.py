@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,54 +40,47 @@ class RunHashes(Frozen):
     """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
 
 
-class FileHasher(ThreadPoolExecutor):
-    """Hashes the files of a run in threads; those that are linked to each other once.
+def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
+    """Hash the model, the files of `--data`, and files and folders of scales by their names.
 
-    `model` is the folder of the unquantized model, None for one in memory. It is hashed at once
-    where it runs on a GPU; a CPU has other work to do.
+    `model` is the folder of the unquantized model, None for one in memory. Files that are linked to
+    each other are hashed once.
     """
+    weights = [] if model is None else _list_files(model)
+    texts = [
+        each for spec in specs for path in parse_spec(spec).files for each in _list_files(path)
+    ]
+    by_name = {name: _list_files(place) for name, place in scales.items()}
+    every = [*weights, *texts, *(path for files in by_name.values() for path in files)]
+    different = {_find_inode(path): path for path in every}
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
+        hashes = dict(zip(different, pool.map(_hash, different.values()), strict=True))
 
-    def __init__(self, model: Path | None, *, at_once: bool) -> None:
-        super().__init__(_NUM_THREADS, thread_name_prefix="hash")
-        self._running: dict[tuple[int, int], Future[str]] = {}
-        self._model = model
-        if model is not None and at_once:
-            self._start(model)
-
-    def __exit__(self, *_error: object) -> None:
-        self.shutdown(cancel_futures=True)
-
-    def _start(self, place: Path) -> list[tuple[Path, Future[str]]]:
-        """Hash a file itself, or the weights, config, tokenizer and scales of a folder."""
-        paths = [place] if place.is_file() else filter(_counts, sorted(place.iterdir()))
-        started = []
-        for path in paths:
-            status = path.stat()
-            key = status.st_dev, status.st_ino
-            if key not in self._running:
-                self._running[key] = self.submit(_hash, path)
-            started.append((path, self._running[key]))
-        return started
-
-    def hash_run(self, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
-        """Hash the model, the files of `--data`, and files and folders of scales by their names."""
-        weights = [] if self._model is None else self._start(self._model)
-        texts = [
-            each for spec in specs for path in parse_spec(spec).files for each in self._start(path)
-        ]
-        started = {name: self._start(place) for name, place in scales.items()}
-        return RunHashes(
-            model=_describe(weights),
-            data=_describe(texts),
-            scales={name: _describe(files) for name, files in started.items()},
+    def describe(files: Iterable[Path]) -> tuple[FileHash, ...]:
+        return tuple(
+            FileHash(
+                name=path.name,
+                size_bytes=path.stat().st_size,
+                sha256=hashes[_find_inode(path)],
+            )
+            for path in files
         )
 
-
-def _describe(files: Iterable[tuple[Path, Future[str]]]) -> tuple[FileHash, ...]:
-    return tuple(
-        FileHash(name=path.name, size_bytes=path.stat().st_size, sha256=digest.result())
-        for path, digest in files
+    return RunHashes(
+        model=describe(weights),
+        data=describe(texts),
+        scales={name: describe(files) for name, files in by_name.items()},
     )
+
+
+def _list_files(place: Path) -> list[Path]:
+    """List a file itself, or the weights, config, tokenizer and scales of a folder."""
+    return [place] if place.is_file() else list(filter(_counts, sorted(place.iterdir())))
+
+
+def _find_inode(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _counts(path: Path) -> bool:

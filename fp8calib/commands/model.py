@@ -56,11 +56,6 @@ def open_run_model(
     While the context is open, a model in memory is in evaluation mode, and the caller's modes of
     torch are off: tensors of inference mode have no versions, by which changes are found; autocast
     and another default dtype would change what is computed.
-
-    Raises:
-        UsageError: a device or dtype is unknown, or was chosen for a model in memory.
-        ModelError: the model cannot be read, or is not supported.
-        RecipeError: a pattern of the recipe matches no module.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -118,9 +113,6 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     """Open the checkpoint of a model to run; reading decodes a quantized one.
 
     `if_quantized` is the hint of the error for a checkpoint that cannot be decoded.
-
-    Raises:
-        ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
     """
     checkpoint = Checkpoint.open(folder)
     if read_quantization(checkpoint) is None:
@@ -140,13 +132,7 @@ def prepare_run_model(
     dtype: str,
     memory: float | None,
 ) -> RunModel:
-    """Describe how the model of an open checkpoint would run, before a weight is read.
-
-    Raises:
-        UsageError: the dtype is unknown.
-        ModelError: the model is not supported, or the checkpoint is not that of its config.
-        RecipeError: a pattern of the recipe matches no module.
-    """
+    """Describe how the model of an open checkpoint would run, before a weight is read."""
     dtype, why = choose_dtype(dtype, device=device, checkpoint=checkpoint)
     ignore = () if recipe is None else recipe.observe.ignore
     prepared = prepare(build_skeleton(source, dtype=DTYPES[dtype]), checkpoint, ignore)
@@ -239,10 +225,6 @@ def plan_text(
 
     `rows` are read instead of sources. `tokenizer`, or the one of a processor, is used instead of
     that in the model's folder.
-
-    Raises:
-        UsageError: the length is above the model's maximum, or a data spec is invalid.
-        DataError: the data cannot be read.
     """
     longest = source.max_positions
     length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)

@@ -26,9 +26,6 @@ def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str
     """Give the path of a model; one in memory is written to a temporary folder beside `near`.
 
     Errors name such a model by its class, not by that folder.
-
-    Raises:
-        ModelError: a model in memory is quantized, sharded or offloaded.
     """
     if isinstance(model, str | Path):
         yield str(model)

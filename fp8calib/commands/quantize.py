@@ -266,11 +266,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
 
 def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
-    """Give a request what it leaves to the recipe that it names, and the recipe.
-
-    Raises:
-        RecipeError: the recipe is invalid, or has no section `quantize`.
-    """
+    """Give a request what it leaves to the recipe that it names, and the recipe."""
     from fp8calib.commands.recipe import load_recipe
 
     recipe = load_recipe(request.scheme)
@@ -324,18 +320,9 @@ def finish_quantized(
 ) -> QuantizeResult:
     """Look at a written checkpoint as `check` does, write its card, and make the result.
 
-    Args:
-        request: names the model, and whether engines are asked.
-        checkpoint: what it was made from.
-        plan: what was written.
-        written: the files.
-        folder: the output folder where it is now.
-        target: the output folder where it will be; None if it is there.
-        path: of the checkpoint in the output folder.
-        started: the value of time.monotonic() at the start.
-        geometry: the shape of the model, if it is known.
-        notes: on its scales.
-        plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
+    It is at `path` in the output folder, which is `folder` now and will be `target` (None: it is
+    there). `started` is what time.monotonic() gave at the start, `geometry` the shape of the model
+    if it is known. A recipe may want the KV cache of layers in 16 bits: `plain_caches`.
     """
     from fp8calib.checkpoint.output import list_files
     from fp8calib.commands.check_written import finish_checkpoint

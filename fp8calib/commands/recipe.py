@@ -200,11 +200,7 @@ _PLACES = {
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """Load a shipped recipe by name, or a YAML file.
-
-    Raises:
-        RecipeError: there is no such recipe, or it is invalid; the message lists all faults.
-    """
+    """Load a shipped recipe by name, or a YAML file."""
     shipped = recipe_files()
     path = shipped.get(name_or_path, Path(name_or_path))
     try:
@@ -218,11 +214,7 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:
-    """Parse the YAML of a recipe.
-
-    Raises:
-        RecipeError: the recipe is invalid; the message lists all faults.
-    """
+    """Parse the YAML of a recipe; the error lists all faults."""
     try:
         document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 -- a SafeLoader
         recipe = Recipe.model_validate(document)
@@ -288,10 +280,6 @@ def apply_request(made: Recipe, asked: object) -> tuple[Recipe, Iterator[ReadRow
 
     Returns:
         The recipe with the specs of the text; and the rows of a text that is given in memory.
-
-    Raises:
-        UsageError: an option has an invalid value.
-        DataError: there are no rows.
     """
     recipe = made.model_dump()
     options = list_options(type(asked))
@@ -319,11 +307,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def validate(kind: type[M], values: Mapping[str, Any], options: Sequence[Option] = ()) -> M:
-    """Make a recipe, or a section of one; a fault is told by the option of its key.
-
-    Raises:
-        UsageError: an option has an invalid value.
-    """
+    """Make a recipe, or a section of one; a fault is told by the option of its key."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -337,11 +321,7 @@ def validate(kind: type[M], values: Mapping[str, Any], options: Sequence[Option]
 
 
 def check_query(recipe: Recipe) -> None:
-    """Refuse q scales where no format that is written can hold them.
-
-    Raises:
-        UsageError: naming the formats.
-    """
+    """Refuse q scales where no format that is written can hold them."""
     is_stored = any(find_dialect(name).has_query for name in recipe.formats)
     if recipe.query_scale is True and recipe.formats and not is_stored:
         able = join_or([each.name for each in list_written_dialects() if each.has_query])

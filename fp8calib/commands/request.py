@@ -108,11 +108,7 @@ class Option:
         return given if given is None or self.collect is None else self.collect(given)
 
     def check_bounds(self, value: Any) -> None:
-        """Refuse an unknown name, and a number outside its bounds; None is not given.
-
-        Raises:
-            UsageError: naming the option.
-        """
+        """Refuse an unknown name, and a number outside its bounds; None is not given."""
         wrong = ""
         if value is None:
             return
@@ -127,11 +123,7 @@ class Option:
             raise UsageError(f"{self.named} {value}: {wrong}", hint=hint)
 
     def check_value(self, value: Any) -> None:
-        """Refuse the same, and a missing file.
-
-        Raises:
-            Fp8CalibError: naming the option or the file.
-        """
+        """Refuse the same, and a missing file."""
         self.check_bounds(value)
         if self.check is not None and value is not None:
             for each in value if isinstance(value, list | tuple) else [value]:

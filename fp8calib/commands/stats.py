@@ -102,12 +102,7 @@ class CalibrationStats(calibration_stats.RunStats):
 def read_stats(
     stats: Stats, *, accepts_shard: bool = False
 ) -> tuple[calibration_stats.RunStats, list[Path]]:
-    """Read what a caller gives as statistics; the file is listed if it is one.
-
-    Raises:
-        UsageError: there is no such file, or it holds a shard and `accepts_shard` is false.
-        ModelError: the file is damaged, or holds something else.
-    """
+    """Read what a caller gives as statistics; the file is listed if it is one."""
     found: Any = getattr(stats, "stats", stats)  # of the result of `calibrate`
     if isinstance(found, calibration_stats.RunStats):
         return found, []
@@ -123,11 +118,6 @@ def join_stats(
     Returns:
         The statistics; the files that were read; and what was joined, as messages name it, empty
         for the statistics of one run.
-
-    Raises:
-        UsageError: there is no such file.
-        ModelError: a file is damaged; or the shards are of different runs, one is given twice, or
-            one is missing.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str)
     parts: Any = given if several else [given]
@@ -145,6 +135,6 @@ def load_stats(path: str | Path) -> CalibrationStats:
 
     Raises:
         UsageError: there is no such file, or it holds one shard of a calibration.
-        DataError: the file is damaged, or holds something else.
+        ModelError: the file is damaged, or holds something else.
     """
     return CalibrationStats.of(calibration_stats.load_stats_file(Path(path)))

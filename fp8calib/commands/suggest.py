@@ -111,14 +111,7 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
 def spell_server(
     model: str, request: VerifyRequest, *, has_kv: bool = True, revision: str | None = None
 ) -> str:
-    """Spell the command that serves a model in the engine of a run; empty if there is none.
-
-    Args:
-        model: a folder or a Hub id.
-        request: the run.
-        has_kv: whether the KV cache is in FP8.
-        revision: that of a model on the Hub.
-    """
+    """Spell the command that serves a model in the engine of a run; empty if there is none."""
     launch = find_emulated(request.engine)[0].launch
     if launch is None:
         return ""

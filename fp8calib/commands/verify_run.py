@@ -20,7 +20,7 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.output import check_output_file
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import FileHasher, RunHashes
+from fp8calib.commands.hashes import RunHashes, hash_run
 from fp8calib.commands.model import describe_run, open_run_model, plan_text, read_settings
 from fp8calib.commands.options import SKIP_LAYERS, Stats
 from fp8calib.commands.request import Reporter, as_function
@@ -166,14 +166,9 @@ def run(
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
-        files = None if model.is_live else model.source.folder
-        with (
-            FileHasher(files, at_once=model.device != "cpu") as hasher,
-            PeakMemory() as peak,
-            open_scored(asked, model, mode, reporter) as scored,
-        ):
+        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
-            hashes = hash_inputs(hasher, asked, request, specs)
+        hashes = hash_inputs(model, asked, request, specs)
     report = complete_report(done, report, scores, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:
@@ -362,13 +357,13 @@ def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
 
 
 def hash_inputs(
-    hasher: FileHasher, asked: Verification, request: VerifyRequest, specs: Sequence[str]
+    model: RunModel, asked: Verification, request: VerifyRequest, specs: Sequence[str]
 ) -> RunHashes:
     """Hash the files of the model, of the text and of what is compared with it."""
     used = {each.name for each in asked.opened}
     scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
     try:
-        return hasher.hash_run(specs, scales)
+        return hash_run(None if model.is_live else model.source.folder, specs, scales)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 

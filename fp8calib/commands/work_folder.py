@@ -32,10 +32,6 @@ def work_folder(
     An interruption, a failed peer and a failure to write keep its checkpoints for --resume; any
     other error removes it. Of several processes the first one does all of this; the others write
     their checkpoints to its folder. `check_old` looks at what an interrupted run left.
-
-    Raises:
-        UsageError: the folder is in use, or --resume finds another calibration in it.
-        ModelError: a checkpoint is damaged.
     """
     group, old = job.group, list[Journal]()
     open_journal = partial(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.streamed_model import StreamedModel
-from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.model import open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
@@ -100,12 +99,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         told = asked.warnings
-        files = None if model.is_live else model.source.folder
-        with (
-            FileHasher(files, at_once=model.device != "cpu") as hasher,
-            PeakMemory() as peak,
-            open_scored(asked, model, mode, reporter) as scored,
-        ):
+        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = ask_servers(servers, asked.plan, writer, reporter)
             top_ids = answers.scores.top_ids
@@ -123,7 +117,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             )
             gate = asked.gate or GATES[asked.candidates[0].default_gate]
             server, row = assess(answers, evidence, asked, gate, reporter)
-            hashes = hash_inputs(hasher, asked, request, specs)
+        hashes = hash_inputs(model, asked, request, specs)
     report = complete_report(asked, report, scores, request, model, mode, peak)
     for note in report.warnings:
         if note not in told:
