@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,22 +100,17 @@ def replay_path(
 
         reports = amend_for_values(reports, folder or base, progress or PythonReporter(None))
         if measured is not None and folder is not None and not lacks_weights(path):
-            differences = list(_compare_weights(measured, path))
-            reports = {key: each.add(suspicious=differences) for key, each in reports.items()}
+            from fp8calib.quantization.attachment import compare_weights  # imports torch
+
+            with Checkpoint.open(path) as checkpoint:
+                found = compare_weights(measured.origin.unquantized, checkpoint)
+            if why := found.difference:
+                other = f"weights: not those that were calibrated, or with other scales: {why}"
+                reports = {key: each.add(suspicious=[other]) for key, each in reports.items()}
     reports = doubt_configs(reports, base, geometry)
     if allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}
     return reports
-
-
-def _compare_weights(stats: RunStats, path: Path) -> Iterator[str]:
-    """Say which weight differs from the calibrated model's by more than quantization, if any."""
-    from fp8calib.quantization.attachment import compare_weights  # imports torch
-
-    with Checkpoint.open(path) as checkpoint:
-        found = compare_weights(stats.origin.unquantized, checkpoint)
-    if found.difference:
-        yield f"weights: not those that were calibrated, or with other scales: {found.difference}"
 
 
 def _refuse_other(path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.output import (
-    PROGRESS_NAME,
     check_output,
     list_files,
     output_folder,
@@ -106,6 +105,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.card import write_card
         from fp8calib.commands.check_run import replay_path
+        from fp8calib.commands.work_folder import remove_outputs
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.model.module_paths import split_expert
         from fp8calib.quantization.plan import plan_dequantized
@@ -154,7 +154,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
                 with inside as staging:
                     plain = staging / _WITHOUT_SCALES
                     written = find_finished(plain, plan) or write(plain, force=True)
-                    _remove_unfinished(staging)
+                    remove_outputs(staging, kept=_WITHOUT_SCALES)
                     notes += _write_overlay(found, plain, staging, shown=out)
                     shutil.rmtree(plain)
         write_card(
@@ -204,15 +204,6 @@ def _list_owned(found: ScaleTable, checkpoint: Checkpoint) -> frozenset[str]:
     quantizations = {dialect.own_file for dialect in FP8_DIALECTS.values()}
     dialect = _choose_dialect(found)
     return list_owned(dialect, [1], found.geometry, checkpoint) - quantizations
-
-
-def _remove_unfinished(staging: Path) -> None:
-    """Remove what an interrupted run wrote of an overlay."""
-    for entry in staging.iterdir():
-        if entry.is_dir() and entry.name != _WITHOUT_SCALES:
-            shutil.rmtree(entry)
-        elif not entry.is_dir() and entry.name != PROGRESS_NAME:
-            entry.unlink()
 
 
 def _write_overlay(found: ScaleTable, plain: Path, folder: Path, *, shown: Path) -> Iterable[str]:

@@ -227,7 +227,10 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         hint = "docs/reference.md explains every key"
         raise RecipeError(f"{where}: {'; '.join(faults)}", hint=hint) from error
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or first_line(error)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise RecipeError(f"{where} is not YAML: {place}{problem}") from error
     return recipe
 
 
@@ -246,12 +249,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
-
-
-def _locate(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or first_line(error)
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
 
 def _explain(item: Any) -> str:
@@ -289,7 +286,9 @@ def apply_request(made: Recipe, asked: object) -> tuple[Recipe, Iterator[ReadRow
             continue
         *sections, key = option.key.split(".")
         section = reduce(dict.__getitem__, sections, recipe)
-        section[key] = _as_tuple(value) if isinstance(section[key], tuple) else value
+        if isinstance(section[key], tuple):
+            value = (value,) if isinstance(value, str | int) else tuple(value)
+        section[key] = value
     if (kinds := getattr(asked, "observe", None)) is not None:
         known = [name for name in Observe.model_fields if name != "ignore"]
         if not set(kinds) <= set(known):
@@ -300,10 +299,6 @@ def apply_request(made: Recipe, asked: object) -> tuple[Recipe, Iterator[ReadRow
         specs, rows = split_data(data, text_column=recipe["data"]["text_column"])
         recipe["data"]["sources"] = tuple(specs)
     return validate(Recipe, recipe, options), rows
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, str | int) else tuple(value)
 
 
 def validate(kind: type[M], values: Mapping[str, Any], options: Sequence[Option] = ()) -> M:

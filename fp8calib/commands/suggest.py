@@ -49,12 +49,6 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
     return command
 
 
-def _find_folder(candidate: Path) -> Path | None:
-    """Find what an engine serves of a candidate: itself, or the overlay that calibrate wrote."""
-    folders = (candidate / "kv-overlay", candidate)
-    return next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
-
-
 def _plan(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
     """Spell the plan that leaves as much in 16 bits as the gate asks for."""
     failed = next(each for each in report.candidates if each.name == report.decision.candidate)
@@ -103,7 +97,9 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
     """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
     if report.decision.remedy == "serve":
         return spell_server(report.model, request, revision=request.revision)
-    found = _find_folder(Path(report.decision.candidate))
+    candidate = Path(report.decision.candidate)
+    folders = (candidate / "kv-overlay", candidate)
+    found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
     return "" if found is None else spell_server(str(found), request, has_kv="k" in roles)
 

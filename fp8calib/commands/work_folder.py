@@ -79,10 +79,10 @@ def work_folder(
         journal.remove()
 
 
-def remove_outputs(folder: Path) -> None:
-    """Remove output that an earlier run began to write; it is written again."""
+def remove_outputs(folder: Path, *, kept: str = NAME_PREFIX) -> None:
+    """Remove output that an earlier run began to write, but for names that begin with `kept`."""
     for path in folder.iterdir():
-        if path.name == PROGRESS_NAME or path.name.startswith(NAME_PREFIX):
+        if path.name.startswith((PROGRESS_NAME, kept)):
             continue
         if path.is_dir():
             shutil.rmtree(path)
