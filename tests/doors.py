@@ -59,7 +59,6 @@ class Silent:
         *,
         unit: str = "steps",
         layers: int = 0,
-        batches: int = 0,
     ) -> None:
         """Begin a stage."""
 

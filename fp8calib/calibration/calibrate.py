@@ -273,7 +273,7 @@ class _Run:
         if not batches:
             return {}
         num_tokens = sum(batch.num_tokens for batch in batches)
-        self._progress.stage("calibrating", num_tokens, unit="tokens", batches=len(batches))
+        self._progress.stage("calibrating", num_tokens, unit="tokens")
         recorder, waiting, most = self._recorder, deque(batches), sys.maxsize
         with self._open_hooks():
             while waiting:

@@ -158,8 +158,6 @@ class _Stage:
     unit: str
     layers: int
     """The layers that all steps go through one after the other; 0 where they do not."""
-    batches: int
-    """The batches, of about equally many steps, that the steps are; 0 where there are none."""
     started: float
     printed: float
     memory: PeakMemory
@@ -187,9 +185,6 @@ class _Stage:
             total //= self.layers
             layer = min(done // max(total, 1), self.layers - 1)
             name, done = f"layer {layer + 1} of {self.layers}", done - layer * total
-        elif self.batches:
-            batch = min(done * self.batches // total, self.batches - 1)
-            name = f"{self.name}, batch {batch + 1} of {self.batches}"
         return f"{name}: {done:,} of {total:,} {self.unit}"
 
 
@@ -227,16 +222,8 @@ class ConsoleReporter(ExitStack):
     say = staticmethod(say)
     warn = staticmethod(warn)
 
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        unit: str = "steps",
-        layers: int = 0,
-        batches: int = 0,
-    ) -> None:
-        """Begin a stage of `total` steps, in `layers` or `batches` that follow each other."""
+    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
+        """Begin a stage of `total` steps, which may go through layers one after the other."""
         if self._task is None:
             self.enter_context(self._memory)
             self.enter_context(self._progress)
@@ -244,7 +231,7 @@ class ConsoleReporter(ExitStack):
             self._progress.remove_task(self._task)
         now = time.monotonic()
         self._stage = _Stage(
-            name, total, unit, layers, batches, started=now, printed=now, memory=self._memory
+            name, total, unit, layers, started=now, printed=now, memory=self._memory
         )
         self._task = self._progress.add_task(name, total=total, stage=self._stage)
 

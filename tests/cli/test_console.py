@@ -21,7 +21,7 @@ def test_a_pipe_gets_a_line_a_minute(
     sizes = iter([3 * 2**29])
     monkeypatch.setattr(memory, "anonymous_bytes", lambda: next(sizes, 2**29))
     with console.ConsoleReporter() as bar:
-        bar.stage("calibrating", 100_000, unit="tokens", batches=25)
+        bar.stage("calibrating", 100_000, unit="tokens")
         for _ in range(100):
             now += 1.5
             bar.advance(600)
@@ -29,10 +29,8 @@ def test_a_pipe_gets_a_line_a_minute(
         now += 60
         bar.advance(120)
     assert capsys.readouterr().err.splitlines() == [
-        "calibrating, batch 7 of 25: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, "
-        "peak 1.50 GiB",
-        "calibrating, batch 13 of 25: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, "
-        "peak 1.50 GiB",
+        "calibrating: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, peak 1.50 GiB",
+        "calibrating: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, peak 1.50 GiB",
         "quantizing: 120 bytes, 2 bytes/s, peak 1.50 GiB",
     ]
 
@@ -60,9 +58,8 @@ def test_no_cell_commands_the_terminal(rows: int, capsys: pytest.CaptureFixture[
     ("stage", "line"),
     [
         (
-            {"name": "calibrating", "total": 100_000, "unit": "tokens", "batches": 40},
-            "calibrating, batch 21 of 40: 50,000 of 100,000 tokens, 50%, 0:01:40 left, "
-            "500 tokens/s, peak 1.50 GiB",
+            {"name": "calibrating", "total": 100_000, "unit": "tokens"},
+            "calibrating: 50,000 of 100,000 tokens, 50%, 0:01:40 left, 500 tokens/s, peak 1.50 GiB",
         ),
         (
             {"name": "layer by layer", "total": 126 * 4_194_304, "unit": "tokens", "layers": 126},
