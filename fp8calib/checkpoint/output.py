@@ -145,6 +145,17 @@ def remove_progress_file(folder: Path) -> None:
     (folder / PROGRESS_NAME).unlink(missing_ok=True)
 
 
+def remove_unfinished(folder: Path, *, kept: str) -> None:
+    """Remove output that an interrupted run began to write, but for names that begin with `kept`."""
+    for path in folder.iterdir():
+        if path.name.startswith((PROGRESS_NAME, kept)):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 # --- temporary folders ---------------------------------------------------------------------------
 
 

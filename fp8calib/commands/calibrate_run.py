@@ -29,6 +29,7 @@ from fp8calib.checkpoint.output import (
     list_files,
     refuse_unknown_entries,
     remove_progress_file,
+    remove_unfinished,
 )
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
@@ -50,7 +51,7 @@ from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats
-from fp8calib.commands.work_folder import remove_outputs, work_folder
+from fp8calib.commands.work_folder import work_folder
 from fp8calib.data.sequences import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules, write_formats
@@ -199,14 +200,14 @@ def _run(
         stats, cost = run_calibration(job, journal)
         if not group.is_first:
             return None
-        remove_outputs(folder)
+        remove_unfinished(folder, kept=NAME_PREFIX)
         save_stats(stats, folder / STATS_NAME)
         try:
             with explained(out):
                 return _write_outputs(job, recipe, request, stats, cost, folder)
         except ExportError as error:  # hours of statistics are worth more than their formats
             failed = error
-            remove_outputs(folder)
+            remove_unfinished(folder, kept=NAME_PREFIX)
             save_stats(stats, folder / STATS_NAME)
     raise ExportError(
         failed.message,

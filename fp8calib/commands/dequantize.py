@@ -15,6 +15,7 @@ from fp8calib.checkpoint.output import (
     check_output,
     list_files,
     output_folder,
+    remove_unfinished,
 )
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
@@ -105,7 +106,6 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.card import write_card
         from fp8calib.commands.check_run import replay_path
-        from fp8calib.commands.work_folder import remove_outputs
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.model.module_paths import split_expert
         from fp8calib.quantization.plan import plan_dequantized
@@ -154,7 +154,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
                 with inside as staging:
                     plain = staging / _WITHOUT_SCALES
                     written = find_finished(plain, plan) or write(plain, force=True)
-                    remove_outputs(staging, kept=_WITHOUT_SCALES)
+                    remove_unfinished(staging, kept=_WITHOUT_SCALES)
                     notes += _write_overlay(found, plain, staging, shown=out)
                     shutil.rmtree(plain)
         write_card(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from fp8calib.calibration.job import CalibrationJob
-from fp8calib.calibration.journal import NAME_PREFIX, Journal
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.processes import RankLostError
-from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
+from fp8calib.checkpoint.output import output_folder
 from fp8calib.commands.request import Reporter
 from fp8calib.errors import ExportError
 
@@ -77,14 +76,3 @@ def work_folder(
             group.broadcast(lambda: (folder, journal.sequences))
         yield journal
         journal.remove()
-
-
-def remove_outputs(folder: Path, *, kept: str = NAME_PREFIX) -> None:
-    """Remove output that an earlier run began to write, but for names that begin with `kept`."""
-    for path in folder.iterdir():
-        if path.name.startswith((PROGRESS_NAME, kept)):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
