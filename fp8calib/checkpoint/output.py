@@ -146,7 +146,7 @@ def remove_progress_file(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path, *, kept: str) -> None:
-    """Remove output that an interrupted run began to write, but for names that begin with `kept`."""
+    """Remove what an interrupted run began to write, but for names that begin with `kept`."""
     for path in folder.iterdir():
         if path.name.startswith((PROGRESS_NAME, kept)):
             continue
