@@ -88,8 +88,7 @@ def score(
     layers = 0 if isinstance(model, PreparedModel) else len(model.geometry.layers)
     if stage:
         total = sum(batch.num_tokens for batch in batches) * (layers or 1)
-        counts = {"layers": layers, "batches": 0 if layers else len(batches)}
-        progress.stage(stage, total, unit="tokens", **counts)
+        progress.stage(stage, total, unit="tokens", layers=layers)
     share, done = len(candidates) + 1 if stage else layers or 1, 0
 
     def advance(tokens: int) -> None:
