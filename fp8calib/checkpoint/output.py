@@ -279,7 +279,7 @@ def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
     """Refuse a folder whose entries `names` would be lost."""
     if names:
         shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-        message = f"{path}: the folder holds files that this command does not write: {shown}"
+        message = f"{path}: the folder holds files that this run does not write: {shown}"
         raise UsageError(message, hint="name another folder")
 
 

@@ -397,6 +397,6 @@ def _split_content(
 
 
 def _list_keys(row: dict[Any, Any]) -> str:
-    keys = [str(key)[:40] for key in row]
+    keys = [str(key)[:40] + " (null)" * (value is None) for key, value in row.items()]
     shown = ", ".join(keys[:12]) + (", ..." if len(keys) > 12 else "")
     return f"the keys are: {shown}" if keys else "the object is empty"

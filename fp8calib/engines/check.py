@@ -329,5 +329,5 @@ def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> 
         return ""
     if drafter := find_drafter_class(config):
         return f"it is a drafter ({shorten(drafter)}), loaded beside the model that it drafts for"
-    named = shorten(str(first)) if first else "none"
-    return f"config.json names the class {named}, not {geometry.architecture}"
+    named = f"the class {shorten(str(first))}" if first else "no class"
+    return f"config.json names {named}, not {geometry.architecture}"

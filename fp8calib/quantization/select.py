@@ -10,11 +10,15 @@ from typing import Self
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, INTEGERS, PACKED_BITS, TensorEntry
-from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
+from fp8calib.checkpoint.model_config import (
+    CONFIG_NAME,
+    MODELOPT_CONFIG_NAME,
+    find_quantization_configs,
+)
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.formats.fp8.weights import is_companion
-from fp8calib.model.drafters import count_layers, is_drafted, number_layer
+from fp8calib.model.drafters import count_layers, find_promise, is_drafted, number_layer
 from fp8calib.model.expert_layouts import (
     UNSERVED_STACKS,
     ExpertLayout,
@@ -59,6 +63,7 @@ _OTHER_STACK = Reason("several matrices in a tensor, which are not the experts o
 _DRAFTER = Reason("a drafter (multi-token prediction), as other tools leave it")
 """ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
 copies it too (compressed-tensors 0.20.0, `utils/mtp.py`)."""
+_BEYOND = Reason("a layer after those of config.json: of a drafter, or the config was edited")
 _TEXT_PART = "language_model."
 _ENCODER = "encoder."
 _ENCODER_TOWER = Reason(TOWER, tree="encoder")
@@ -99,7 +104,9 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that is already quantized."""
     for what in _list_quantized(checkpoint):
         hint = "name the unquantized model it was made from"
-        if any(entry.dtype not in _PLAIN for entry in checkpoint.tensors.values()):
+        has_config = any(find_quantization_configs(checkpoint.load_config()))
+        has_config |= (checkpoint.folder / MODELOPT_CONFIG_NAME).is_file()
+        if has_config and any(e.dtype not in _PLAIN for e in checkpoint.tensors.values()):
             hint += (
                 f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
                 "writes; of int4 weights, export reads symmetric ones of compressed-tensors with "
@@ -181,8 +188,8 @@ def find_selection(
                 is_linear=_is_linear(name, entry),
                 tree=reason.tree,
                 experts=tuple(matrix.module for matrix in inside),
-                is_drafted=reason is _DRAFTER,
-                layer=number_layer(module, config) if reason is _DRAFTER else None,
+                is_drafted=reason in (_DRAFTER, _BEYOND),
+                layer=number_layer(module, config) if reason in (_DRAFTER, _BEYOND) else None,
             )
             unquantized.append(item)
             unquantized_experts += inside
@@ -281,7 +288,8 @@ def _make_reason_finder(
         if named:
             yield Reason(f"--ignore {named[0]}")
         if not drafters and is_drafted(module, num_layers):
-            yield _DRAFTER
+            is_named = is_drafted(module, 0) or find_promise(config)
+            yield _DRAFTER if is_named else _BEYOND
         if module.rpartition(".")[0] in mixers and _is_linear(name, entry):
             yield _MAMBA
         if has_text_part and module.startswith(_ENCODER):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Protocol
 
@@ -126,16 +126,21 @@ class ShardWriter:
 
     def _copy_bytes(self, tensor: OutputTensor, span: range) -> None:
         data = self._reader.checkpoint.read_bytes(tensor.name, span.start, span.stop)
-        if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
-            # a norm or a bias; infinity is allowed, because it can be a mask
+        if tensor.dtype in FLOATS:
+            # infinity is allowed, because it can be a mask
             values = data.view(TORCH_DTYPES[tensor.dtype])
-            if bool((found := values.isnan()).any()):
-                index = span.start // values.element_size() + int(found.nonzero()[0])
-                raise nonfinite_tensor_error(tensor.name, nan, [index])
+            # faster than isnan, and NaN where there is one
+            if values.numel() and isnan(values.amax()):
+                first = span.start // values.element_size() + int(values.isnan().nonzero()[0])
+                index = torch.unravel_index(torch.tensor(first), tensor.shape)
+                raise nonfinite_tensor_error(tensor.name, nan, [int(each) for each in index])
         self._put(self._shard.starts[tensor.name] + span.start, data.numpy().data)
 
     def _copy_rows(self, tensor: OutputTensor, matrix: Matrix, rows: range) -> None:
-        self._put_rows(tensor, rows, self._reader.read(matrix, rows))
+        values = self._reader.read(matrix, rows)
+        if isnan(largest := values.amax()):
+            require_finite(largest, matrix, rows, values)
+        self._put_rows(tensor, rows, values)
 
     def _start_codes(self, tensor: OutputTensor, content: Codes) -> _Started:
         """Start a weight; one with a scale per row or block needs only one reading."""

@@ -179,12 +179,13 @@ def test_a_dead_expert_takes_the_largest_scale_of_its_siblings(tmp_path: Path) -
         ("fp8-dynamic", "self_attn.k_proj", (129, 31), math.inf),
         ("fp8-block", "self_attn.k_proj", (129, 31), -math.inf),
         ("fp8-dynamic", "input_layernorm", (3,), math.nan),
+        ("fp8-dynamic", "mlp.gate", (129, 31), math.nan),
     ],
 )
 def test_what_is_not_finite_is_named_and_nothing_is_left(
     tmp_path: Path, scheme: str, name: str, place: tuple[int, ...], value: float
 ) -> None:
-    tensors = make_tensors()
+    tensors = {**make_tensors(), f"{LAYER}.mlp.gate.weight": random(130, 32, seed=9)}
     tensors[f"{LAYER}.{name}.weight"][place] = value
     source = save(tmp_path / "source", tensors)
     with pytest.raises(ModelError) as raised:

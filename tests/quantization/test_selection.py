@@ -83,6 +83,15 @@ def test_outside_the_layers_a_row_per_word_is_no_linear(tmp_path: Path) -> None:
     assert reasons(found)["decoder.proj_out"].startswith("an embedding or an output head")
 
 
+def test_a_layer_after_the_models_is_a_drafter_if_the_config_says_so(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{layer}.fc.weight": MATRIX.clone() for layer in (0, 1, 2)}
+    edited = reasons(pick(tmp_path, tensors, num_hidden_layers=2))
+    assert list(edited) == ["model.layers.2.fc"]
+    assert "the config was edited" in edited["model.layers.2.fc"]
+    found = pick(tmp_path, tensors, num_hidden_layers=2, num_nextn_predict_layers=1)
+    assert reasons(found)["model.layers.2.fc"].startswith("a drafter")
+
+
 def test_only_float_matrices_count(tmp_path: Path) -> None:
     tensors = {
         f"{LAYER}.fc.weight": MATRIX,

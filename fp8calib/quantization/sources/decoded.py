@@ -17,13 +17,14 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.model_config import (
+    CONFIG_NAME,
     find_dtype,
     without_quantization,
 )
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.weights import is_companion
+from fp8calib.formats.kv.parse_names import find_spelling
 from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.quantization.sources.packed import StoredWeight, find_blocks, find_fp4, find_integers
 
@@ -51,8 +52,11 @@ def decode_model(checkpoint: Checkpoint, *, if_quantized: str) -> DecodedCheckpo
     is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
     what = f"is already quantized (quant_method {decoded.method})"
     hint = f"{if_quantized}; {_READ}"
-    if is_plain and decoded.method == COMPRESSED_TENSORS.method:
+    if is_plain and any(map(find_spelling, checkpoint.tensors)):
         what, hint = "has KV scales, and its weights are not quantized", if_quantized
+    elif is_plain:
+        what = "has a quantization_config, but none of its weights is quantized"
+        hint = f"take it out of {CONFIG_NAME} if that is right, or copy the weights again"
     raise ModelError(f"{checkpoint.folder} {what}", hint=hint)
 
 
