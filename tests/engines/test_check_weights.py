@@ -372,6 +372,15 @@ def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: st
     assert "is missing: the engine uses uninitialised memory" in why
 
 
+def test_an_entry_for_one_expert_leaves_out_those_of_the_layer(tmp_path: Path) -> None:
+    """As `is_layer_skipped` of both engines does for the method fp8."""
+    folder = make(tmp_path, "autofp8", "fp8-static", "mixtral", "*.experts", **WHOLE)
+    experts = [f"model.layers.{n}.block_sparse_moe.experts.0.w1" for n in range(2)]
+    routers = [f"model.layers.{n}.block_sparse_moe.gate" for n in range(2)]
+    change_quantization(folder, ignored_layers=["lm_head", *experts, *routers])
+    assert [tell(ask(folder, engine)) for engine in ("vllm", "sglang")] == ["ok", "ok"]
+
+
 @pytest.mark.parametrize(("name", "is_misread"), [("gpt_oss", True), ("llama", False)])
 def test_quarks_loader_of_gpt_oss_finds_no_stacks(
     tmp_path: Path, name: str, is_misread: bool

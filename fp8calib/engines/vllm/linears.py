@@ -170,7 +170,7 @@ class VllmReader(LinearReader):
             return self.find_entry(matches_target, path, self.excluded)
 
         def matches(entry: str, path: str) -> bool:
-            if is_expert and "experts" in entry and entry in path:
+            if is_expert and "experts" in entry and path in entry:  # one of them is enough
                 return True
             is_part = entry != path and entry in path
             return self.method != "fp8" and (is_part or fnmatch(path, entry))
