@@ -66,7 +66,7 @@ class Fact:
 
 def read_facts(written: Mapping[str, Any]) -> list[Fact]:
     """Read the facts of a file."""
-    return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
+    return [Fact(**each) for each in written["facts"]]
 
 
 def make_page() -> str:

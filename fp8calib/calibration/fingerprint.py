@@ -10,10 +10,9 @@ from importlib import metadata
 
 from fp8calib import __version__
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.modality import Modality
 
 SAMPLE_BYTES = 4096
-_DECODERS = {Modality.IMAGE: ("pillow", "torchvision"), Modality.AUDIO: ("soundfile", "soxr")}
+_DECODERS = {"image": ("pillow", "torchvision"), "audio": ("soundfile", "soxr")}
 _HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
@@ -37,10 +36,11 @@ def fingerprint_model(config: Mapping[str, object], checkpoint: Checkpoint) -> s
     return "".join(half.hexdigest()[:32] for half in halves)
 
 
-def versions(kinds: Iterable[Modality] = ()) -> dict[str, str]:
+def versions(kinds: Iterable[str] = ()) -> dict[str, str]:
     """Give the versions of the packages that the numbers depend on, for text and other `kinds`.
 
-    Pixels depend on whether torchvision is there: what is not installed has no version.
+    `kinds` are values of `Modality`. Pixels depend on whether torchvision is there: what is not
+    installed has no version.
     """
     names = {name for kind in kinds for name in _DECODERS.get(kind, ())}
     found = {"fp8calib": __version__}

@@ -88,7 +88,7 @@ def output_folder(
                 check_output(path, owned, force, inputs=inputs)  # hours may have passed
                 _put_in_place(staging, target)
             is_kept = False
-            remove_progress_file(path)
+            (path / PROGRESS_NAME).unlink(missing_ok=True)
         except BaseException as error:
             if tag and isinstance(error, kept_after) and _has_progress(staging):
                 is_kept = True
@@ -138,11 +138,6 @@ def _prepare(
 def _has_progress(staging: Path) -> bool:
     """Whether a folder holds what a run has finished: shards, codes, or checkpoints."""
     return any(staging.rglob("*.safetensors"))
-
-
-def remove_progress_file(folder: Path) -> None:
-    """Remove the progress file from a complete output folder."""
-    (folder / PROGRESS_NAME).unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path, *, kept: str) -> None:

@@ -13,7 +13,6 @@ from pydantic import ConfigDict, Field
 from fp8calib.calibration.stats_header import BackOff
 from fp8calib.commands import options as shared
 from fp8calib.commands.hashes import RunHashes
-from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
 from fp8calib.commands.request import option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
@@ -21,6 +20,14 @@ from fp8calib.commands.result import (
     WrittenCheck,
     describe_checks,
     list_top_level,
+)
+from fp8calib.commands.run_options import (
+    DATA,
+    DEVICE_MAP,
+    RecipeOptions,
+    RunOptions,
+    TextData,
+    describe_recipes,
 )
 from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
@@ -40,7 +47,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    data: shared.TextData | None = option(shared.DATA, default=None)
+    data: TextData | None = option(DATA, default=None)
     _: KW_ONLY
     recipe: str | Path = option(
         "--recipe NAME|FILE",
@@ -57,7 +64,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
     out: str | Path | None = option(
         "--out DIR", "Output folder; default ./<model>-fp8calib.", reads=Path, default=None
     )
-    device_map: str | None = option(shared.DEVICE_MAP, default=None)
+    device_map: str | None = option(DEVICE_MAP, default=None)
     resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
     shard: str | None = option(
         "--shard I/N",

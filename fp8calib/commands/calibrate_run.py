@@ -28,7 +28,6 @@ from fp8calib.checkpoint.output import (
     explained,
     list_files,
     refuse_unknown_entries,
-    remove_progress_file,
     remove_unfinished,
 )
 from fp8calib.checkpoint.overlay import plan_overlay
@@ -168,7 +167,7 @@ def _run(
         finished = _read_finished(job, recipe, out)
     if out is not None and group.broadcast(lambda: finished is not None):
         reporter.say(f"{out} is finished already")
-        remove_progress_file(out)
+        (out / PROGRESS_NAME).unlink(missing_ok=True)
         return finished
     if request.dry_run:
         writes = [] if out is None else sorted(_list_owned(recipe))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import yaml
 
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.overlay import CARD_NAME
-from fp8calib.commands.command_line import cut_path, publish_command, spell_command
+from fp8calib.commands.command_line import UNTOLD, cut_path, spell_command
 from fp8calib.commands.options import Model
 
 _QUANTIZED: dict[str, Any] = {"base_model_relation": "quantized", "quantized_by": "fp8calib"}
@@ -45,7 +46,8 @@ def write_card(
     made_by = [command] if (command := spell_command()) else []
     for title, lines in (("Made by", made_by), ("Served by", commands)):
         if lines:
-            shown = "\n".join(map(publish_command, lines))
+            words = ([w for w in shlex.split(line) if w not in UNTOLD] for line in lines)
+            shown = "\n".join(shlex.join(map(cut_path, line)) for line in words)
             parts.append(f"{title}:\n\n```sh\n{shown}\n```")
     text = "\n\n".join(parts)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-_UNTOLD = frozenset({"--force", "--json", "--resume"})
+UNTOLD = frozenset({"--force", "--json", "--resume"})
 """Flags that change nothing of what is written."""
 _arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 
@@ -25,11 +25,6 @@ def spell_command() -> str:
     """Spell the command that is running; empty if a Python program calls its parts."""
     arguments = _arguments.get()
     return shlex.join(["fp8calib", *arguments]) if arguments else ""
-
-
-def publish_command(command: str) -> str:
-    """Cut the paths of a command line, and leave out flags without effect on files."""
-    return shlex.join(cut_path(word) for word in shlex.split(command) if word not in _UNTOLD)
 
 
 def cut_path(word: str) -> str:

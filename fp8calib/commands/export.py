@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.options import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
+from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
+from fp8calib.commands.run_options import FALLBACK, QUERY_SCALE, RULE, TP
 from fp8calib.errors import UsageError, format_count, join_or
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line

@@ -199,7 +199,11 @@ def _write(
     from fp8calib.formats.write import list_owned, write_found
 
     out, geometry = Path(request.save_path), table.geometry
-    taken_from = tuple(map(_name_file, table.files))
+    taken_from = tuple(
+        # JSON readers in other languages reject names that are not valid Unicode
+        f"{file.parent.name}/{file.name}".encode("utf-8", "replace").decode()
+        for file in map(Path.resolve, table.files)
+    )
     checked: tuple[WrittenCheck, ...] = ()
     with output_folder(
         out,
@@ -260,12 +264,6 @@ def _find_geometry(
 
     source = open_source(str(checkpoint.folder), trust_remote_code=request.trust_remote_code)
     return prepare(build_skeleton(source), checkpoint).geometry
-
-
-def _name_file(path: Path) -> str:
-    resolved = path.resolve()
-    # JSON readers in other languages reject names that are not valid Unicode
-    return f"{resolved.parent.name}/{resolved.name}".encode("utf-8", "replace").decode()
 
 
 def _describe_layer(

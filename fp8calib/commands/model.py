@@ -18,8 +18,8 @@ from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
 from fp8calib.checkpoint.weight_index import lacks_weights
-from fp8calib.commands.options import DEFAULT_SEQ_LEN, Data, RunOptions
 from fp8calib.commands.result import RunPlan
+from fp8calib.commands.run_options import DEFAULT_SEQ_LEN, Data, RunOptions
 from fp8calib.data.modality import find_placeholders
 from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
 from fp8calib.data.rows import ReadRow, has_chat_template

@@ -26,8 +26,17 @@ from pydantic import (
 
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.commands import options as keys
-from fp8calib.commands.options import DATA, Data, make_field, recipe_files
 from fp8calib.commands.request import Option, list_options
+from fp8calib.commands.run_options import (
+    DATA,
+    FALLBACK,
+    QUERY_SCALE,
+    RULE,
+    TP,
+    Data,
+    make_field,
+    recipe_files,
+)
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
 from fp8calib.errors import (
@@ -93,13 +102,13 @@ QueryScale = Annotated[
 class ScaleOptions(Frozen):
     """How statistics become scales."""
 
-    rule: RuleField = make_field(keys.RULE)
+    rule: RuleField = make_field(RULE)
     rules: dict[str, RuleField] = Field(
         default={},
         description="other rules of some K and V, by patterns like those of `ignore` for "
         "`model.layers.3.self_attn.k` and `.v`; the first pattern that matches counts",
     )
-    fallback: Fallback | None = make_field(keys.FALLBACK)
+    fallback: Fallback | None = make_field(FALLBACK)
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = make_field(keys.FP8_DTYPE)
 
     @property
@@ -156,8 +165,8 @@ class Recipe(Frozen):
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
     formats: tuple[FormatName, ...] = make_field(keys.FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = make_field(keys.TP, min_length=1)
-    query_scale: QueryScale = make_field(keys.QUERY_SCALE)
+    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = make_field(TP, min_length=1)
+    query_scale: QueryScale = make_field(QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )

@@ -86,7 +86,7 @@ class Engine:
     """Its name in texts."""
     version: str
     """The release or commit for which the record is true."""
-    evidence: Evidence = Evidence.READ
+    evidence: Evidence = "read"
     """How its loading rules are known."""
     releases: tuple[Engine, ...] = ()
     """Its other releases whose rules are known, the newest first."""

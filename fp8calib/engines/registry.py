@@ -11,7 +11,6 @@ from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.engine import Engine, call
 from fp8calib.engines.facts.release import FOLDER, parse_version
 from fp8calib.engines.sglang.engine import SGLANG
-from fp8calib.engines.status import Evidence
 from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU
 from fp8calib.errors import UsageError, suggest
 from fp8calib.plugin import load_all
@@ -30,7 +29,7 @@ _TRANSFORMERS = Engine(
     key="transformers",
     title="transformers",
     version=version("transformers"),
-    evidence=Evidence.RUN,
+    evidence="run",
     no_numerics="with KV scales transformers keeps no FP8 cache: compressed-tensors rounds K and V "
     "to values of FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20). --engine "
     "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8calib.model.geometry import KV_ROLES, Role
-from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
-from fp8calib.numerics.rules import MOST_CLIPPED
+from fp8calib.numerics.formats import E4M3FN, E5M2, MOST_CLIPPED, Fp8Format
 
 if TYPE_CHECKING:
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 
 class Status(StrEnum):
@@ -24,12 +25,6 @@ class Status(StrEnum):
     """This cannot be told without the engine."""
 
 
-class Evidence(StrEnum):
-    """How it is known what an engine does."""
-
-    RUN = "run"
-    """The engine itself was run, and the results were compared."""
-    LOADER = "loader run"
-    """Of the engine only the code that loads scales was run; the rest was read."""
-    READ = "read"
-    """Its source was read."""
+Evidence = Literal["run", "loader run", "read"]
+"""How it is known what an engine does: it was run, and the results were compared; only the code
+that loads scales was run, and the rest was read; or its source was read."""

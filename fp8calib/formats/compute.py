@@ -11,17 +11,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from math import isnan
 from pathlib import Path
 
 import torch
 
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
 from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.geometry import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.module_paths import match_names
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
@@ -107,7 +108,7 @@ def compute_kv_scales(
         fmt=fmt,
         tp=tp,
         per_head=per_head,
-        scales=fill_missing(scales, {site: [[each]] for site, each in scales.items()}, fallback),
+        scales=_fill_missing(scales, {site: [[each]] for site, each in scales.items()}, fallback),
         kept_amax=kept_amax,
         origin=stats.origin,
     )
@@ -159,7 +160,7 @@ def compute_linear_scales(
         fmt=fmt,
         tp=tp,
         per_head=False,
-        scales=fill_missing(scales, pools, fallback),
+        scales=_fill_missing(scales, pools, fallback),
         kept_amax=kept_amax,
         origin=stats.origin,
     )
@@ -284,3 +285,37 @@ def _make_scale(amax: torch.Tensor, fmt: Fp8Format, *, unseen: bool) -> Scale:
         return Scale(values=values, source=ScaleSource.UNSEEN)
     is_zero = bool(values.isnan().any())
     return Scale(values=values, source=ScaleSource.ALL_ZERO if is_zero else ScaleSource.OBSERVED)
+
+
+def _fill_missing(
+    scales: Mapping[Site, Scale],
+    pools: Mapping[Site, list[list[Scale]]],
+    fallback: Fallback | None,
+) -> dict[Site, Scale]:
+    """Replace NaN scales, from the first of a site's pools that has a scale.
+
+    Raises:
+        ExportError: `fallback` is `REFUSE` and a scale is missing.
+    """
+    missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
+    if missing and fallback is Fallback.REFUSE:
+        raise ExportError(
+            f"no scale can be computed for {format_count(len(missing), 'tensor')} "
+            f"({cut_list(missing, 5)}): their amax is zero",
+            hint="use --fallback layer-max (the largest scale of the same role in the layer, or "
+            "1.0 where there is none)",
+        )
+    filled = dict(scales)
+    for site in missing:
+        values, substitute = scales[site].values, 1.0
+        for pool in pools[site] if fallback is not Fallback.ONE else ():
+            numbers = [number for other in pool for number in other.values.flatten().tolist()]
+            if known := [number for number in numbers if not isnan(number)]:
+                substitute = max(known)
+                break
+        filled[site] = Scale(
+            values=values.nan_to_num(substitute),
+            source=scales[site].source,
+            is_substitute=bool(values.isnan().all()),
+        )
+    return filled

@@ -106,11 +106,6 @@ class Attachment:
     replaces_scales: bool = False
     """The KV scales that it has are replaced."""
 
-    @property
-    def fields(self) -> dict[str, object]:
-        """What files record of it; nothing for scales that were calibrated on the checkpoint."""
-        return asdict(self) if self.model else {}
-
 
 NO_ATTACHMENT = Attachment()
 """The record of scales that are not added to a quantized checkpoint."""
@@ -161,7 +156,7 @@ class WriteJob:
             folder,
             scales=tensors,
             config_updates=config_updates,
-            metadata=describe_table(self.table, fmt, self.attachment.fields),
+            metadata=describe_table(self.table, fmt, asdict(self.attachment)),
             without=self.replaced,
             documents=documents,
         )
@@ -175,7 +170,7 @@ class WriteJob:
         from fp8calib.checkpoint.tensor_file import save_tensors  # noqa: PLC0415 -- imports torch
         from fp8calib.formats.metadata import describe_table  # noqa: PLC0415
 
-        described = describe_table(self.table, fmt, self.attachment.fields)
+        described = describe_table(self.table, fmt, asdict(self.attachment))
         save_tensors(path, tensors, metadata={"format": "pt", **described})
 
     def save_json(self, path: Path, document: Mapping[str, object]) -> None:

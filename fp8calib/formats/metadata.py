@@ -82,7 +82,7 @@ def describe_source(table: ScaleTable) -> str:
 def describe_table(
     table: ScaleTable, fmt: Fp8Format | None, attachment: Mapping[str, object]
 ) -> dict[str, str]:
-    """Make the metadata of a table of scales for `fmt`, and how they were added to a model."""
+    """Make the metadata of a table of scales for `fmt`, and the `Attachment` of a model."""
     metadata = make_metadata(
         fmt=fmt, origin=table.origin, geometry=table.geometry, per_head=table.per_head
     )
@@ -95,7 +95,7 @@ def describe_table(
             "bias": _BIAS,
         }
         metadata[_PROVENANCE_KEY] = json.dumps(fields)
-    if attachment:
+    if attachment["model"]:  # otherwise the scales were calibrated on the checkpoint
         metadata[_ATTACHMENT_KEY] = json.dumps(attachment)
     return metadata
 

@@ -22,7 +22,7 @@ from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quark import QUARK, names_outputs
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.kv.kv_scales import make_scale_tensors, name_scales
-from fp8calib.formats.kv.parse_names import is_probability_scale, parse_name
+from fp8calib.formats.kv.parse_names import PROBABILITY_SCALES, parse_name
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role
 
@@ -119,7 +119,7 @@ def list_kv_scales(source: Checkpoint, geometry: ModelGeometry) -> frozenset[str
         name
         for name in names
         if ((parsed := parse_name(name)) is not None and parsed.path in modules)
-        or (is_probability_scale(name) and name.rpartition(".")[0] in modules)
+        or (name.endswith(PROBABILITY_SCALES) and name.rpartition(".")[0] in modules)
     )
 
 

@@ -21,11 +21,12 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import ModelError, UsageError, name_ranges, refusal
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles
 from fp8calib.formats.kv.config import load_config
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK, find_spelling
-from fp8calib.formats.kv.read_ranks import list_tensor_names
+from fp8calib.formats.kv.read_ranks import read_npz
 from fp8calib.formats.kv.read_tensors import list_indexed_scales
 from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
@@ -182,7 +183,10 @@ def _find_scales(place: Path, paths: list[Path]) -> ScaleFiles:
     """Look for scales in the names; JSON files count only if no tensor is a scale."""
     tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]
     json_files = [path for path in paths if path.suffix == ".json" and path.name != CONFIG_NAME]
-    tensor_names = {path: list_tensor_names(path) for path in tensor_files}
+    tensor_names = {
+        path: read_npz(path, lambda _: False) if path.suffix == ".npz" else TensorFile(path).tensors
+        for path in tensor_files
+    }
     names = [name for listed in tensor_names.values() for name in listed]
     found = map(find_spelling, [*names, *list_indexed_scales(place)])
     spellings = frozenset(spelling for spelling in found if spelling is not None)

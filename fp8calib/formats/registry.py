@@ -42,7 +42,7 @@ def list_read() -> tuple[Dialect, ...]:
 
 def list_format_names() -> tuple[str, ...]:
     """List the values of `--format`."""
-    return tuple(dialect.name for dialect in list_written_dialects())
+    return tuple(name for name, dialect in _dialects.items() if dialect.write is not None)
 
 
 def find_dialect(format_name: str) -> Dialect:

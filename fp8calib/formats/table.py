@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.origin import CalibrationOrigin
-from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.rules import Fallback
 
 if TYPE_CHECKING:  # scales are recognised without torch
     import torch
@@ -105,37 +102,3 @@ class ScaleTable:
     def not_observed(self) -> list[tuple[Site, Scale]]:
         """List the sites whose scale was not computed from their own statistics."""
         return [item for item in self.scales.items() if item[1].source is not ScaleSource.OBSERVED]
-
-
-def fill_missing(
-    scales: Mapping[Site, Scale],
-    pools: Mapping[Site, list[list[Scale]]],
-    fallback: Fallback | None,
-) -> dict[Site, Scale]:
-    """Replace NaN scales, from the first of a site's pools that has a scale.
-
-    Raises:
-        ExportError: `fallback` is `REFUSE` and a scale is missing.
-    """
-    missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
-    if missing and fallback is Fallback.REFUSE:
-        raise ExportError(
-            f"no scale can be computed for {format_count(len(missing), 'tensor')} "
-            f"({cut_list(missing, 5)}): their amax is zero",
-            hint="use --fallback layer-max (the largest scale of the same role in the layer, or "
-            "1.0 where there is none)",
-        )
-    filled = dict(scales)
-    for site in missing:
-        values, substitute = scales[site].values, 1.0
-        for pool in pools[site] if fallback is not Fallback.ONE else ():
-            numbers = [number for other in pool for number in other.values.flatten().tolist()]
-            if known := [number for number in numbers if not isnan(number)]:
-                substitute = max(known)
-                break
-        filled[site] = Scale(
-            values=values.nan_to_num(substitute),
-            source=scales[site].source,
-            is_substitute=bool(values.isnan().all()),
-        )
-    return filled

@@ -14,6 +14,8 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""
 SMALLEST_EXPONENT = 2.0**-127
 """The smallest scale that is stored as an exponent (E8M0)."""
+MOST_CLIPPED = 0.01
+"""A rule may clip a few values on purpose; where a scale clips a larger share it is too small."""
 
 
 class Specials(StrEnum):

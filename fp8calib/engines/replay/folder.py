@@ -20,7 +20,7 @@ from fp8calib.checkpoint.model_config import (
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
 from fp8calib.errors import ModelError, cut_list, shorten
-from fp8calib.formats.kv.parse_names import ScaleName, is_probability_scale, parse_name
+from fp8calib.formats.kv.parse_names import PROBABILITY_SCALES, ScaleName, parse_name
 from fp8calib.formats.metadata import DTYPE_KEY
 from fp8calib.model.geometry import ModelGeometry
 
@@ -207,7 +207,9 @@ def _list_files(path: Path) -> tuple[list[str], str]:
 def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
     parsed = {name: parse_name(name) for name in file.tensors}
     named = [
-        name for name, each in parsed.items() if each is not None or is_probability_scale(name)
+        name
+        for name, each in parsed.items()
+        if each is not None or name.endswith(PROBABILITY_SCALES)
     ]
     file.fetch(name for name in named if file.tensors[name].size_bytes <= _MAX_SCALE_BYTES)
     found = {}

@@ -43,6 +43,8 @@ _SUFFIXES: Mapping[str, tuple[Spelling, tuple[Role, ...]]] = {
         ("kv_scale", Spelling.SINGLE, KV_ROLES),
     )
 }
+PROBABILITY_SCALES = (".prob_scale", ".prob_output_scale")
+"""How the names of scales of attention probabilities end (Quark)."""
 _LAYER = re.compile(r"(?:(?P<root>.*)\.)?(?P<index>[0-9]+)\.(?P<rest>.+?)", re.DOTALL)
 _MOST_DIGITS = 10
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "transformer", "llm"})
@@ -55,11 +57,6 @@ def parse_name(name: str) -> ScaleName | None:
         if name.endswith(suffix):
             return ScaleName(name, name.removesuffix(suffix), spelling, roles)
     return None
-
-
-def is_probability_scale(name: str) -> bool:
-    """Tell whether a name belongs to a scale of attention probabilities (Quark)."""
-    return name.endswith((".prob_scale", ".prob_output_scale"))
 
 
 def find_spelling(name: str) -> Spelling | None:

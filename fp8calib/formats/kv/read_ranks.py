@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,11 +111,6 @@ def read_rank_files(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         hint = "config.json states the number of ranks; copy all rank files"
         raise refusal(found.place, fault, hint=hint)
     return _join_ranks(found.place, geometry, ranks, files=paths, fmt=fmt)
-
-
-def list_tensor_names(path: Path) -> Collection[str]:
-    """List the names of the tensors or arrays in a file."""
-    return read_npz(path, lambda _: False) if path.suffix == ".npz" else TensorFile(path).tensors
 
 
 def _read_layers(path: Path) -> dict[int, torch.Tensor]:

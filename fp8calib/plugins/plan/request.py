@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 
 from fp8calib.commands import options as shared
-from fp8calib.commands.options import DATA, TextOptions
 from fp8calib.commands.request import option, request_class
+from fp8calib.commands.run_options import DATA, TextOptions, read_gib
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
@@ -35,7 +35,7 @@ def read_size(text: object) -> float:
         raise UsageError(f"--max-bytes {spelled}: {what}", hint="such as 6G, or 70%")
     if share <= 1:
         return share
-    return shared.read_gib(spelled, "--max-bytes") * 2**30
+    return read_gib(spelled, "--max-bytes") * 2**30
 
 
 def _check_scheme(name: str) -> None:

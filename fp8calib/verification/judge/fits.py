@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, median_high
 from typing import Literal
 
-from fp8calib.numerics.rules import MOST_CLIPPED
+from fp8calib.numerics.formats import MOST_CLIPPED
 from fp8calib.verification.report import LEAST_DB, KvNeed, LayerResult, PairedResult
 
 CLIPPED = 1e-3
