@@ -56,7 +56,9 @@ def decode_model(checkpoint: Checkpoint, *, if_quantized: str) -> DecodedCheckpo
         what, hint = "has KV scales, and its weights are not quantized", if_quantized
     elif is_plain:
         what = "has a quantization_config, but none of its weights is quantized"
-        hint = f"take it out of {CONFIG_NAME} if that is right, or copy the weights again"
+        hint = (
+            f"remove it from {CONFIG_NAME} if the model is unquantized, or copy the weights again"
+        )
     raise ModelError(f"{checkpoint.folder} {what}", hint=hint)
 
 
