@@ -29,7 +29,7 @@ from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import INTERVAL_S, Journal
-from fp8calib.calibration.reductions import gpus_of, has_experts_kernel, has_reduction_kernel
+from fp8calib.calibration.reductions import gpus_of, try_kernels
 from fp8calib.calibration.stats_header import BackOff, Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
@@ -207,10 +207,7 @@ class _Run:
         self._unseen = prepared.ignored if observe.kv else every
         linears = prepared.geometry.linears()
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
-        for device in {self._decoder.device, *gpus_of(prepared.model)}:
-            has_reduction_kernel(device)  # tries it
-            if has_experts:
-                has_experts_kernel(device)
+        try_kernels({self._decoder.device, *gpus_of(prepared.model)}, has_experts=has_experts)
         self._checked_at = time.monotonic()
         return open_hooks(
             *(prepared.model, prepared.geometry, self._recorder),

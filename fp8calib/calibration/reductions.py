@@ -9,7 +9,7 @@ N rows, K experts a token goes to.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -145,6 +145,14 @@ def _kernels() -> Any:
     from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
 
     return kernels
+
+
+def try_kernels(devices: Iterable[torch.device], *, has_experts: bool) -> None:
+    """Try the kernels that a model needs on its GPUs."""
+    for device in devices:
+        has_reduction_kernel(device)
+        if has_experts:
+            has_experts_kernel(device)
 
 
 @cache

@@ -66,6 +66,8 @@ class EmulationHooks:
         """The positions in the batch that are not padding."""
         self._prompt: torch.Tensor | None = None
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
+        self._numbers: dict[torch.device, torch.Tensor] = {}
+        """For a padded batch: the numbers that `_find_counted` gives tokens."""
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}
@@ -83,6 +85,7 @@ class EmulationHooks:
         """Open a forward pass; `mask` is False at padding, bool [B, S]."""
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
         self._mask = self._prompt = mask
+        self._numbers.clear()
         self._inputs.clear()
         self._rows.clear()
 
@@ -216,8 +219,9 @@ class EmulationHooks:
         def number(chosen: torch.Tensor) -> torch.Tensor:
             return torch.where(chosen, chosen.cumsum(0, dtype=torch.int32) - 1, -1)
 
-        numbers = number(self._mask.flatten()).to(device, non_blocking=True)
-        count = len(self._kept)
+        if device not in self._numbers:  # once for all tensors of the batch
+            self._numbers[device] = number(self._mask.flatten()).to(device, non_blocking=True)
+        numbers, count = self._numbers[device], len(self._kept)
         if tokens is None:
             return numbers, count
         return number(numbers[tokens] >= 0), count * (len(tokens) // len(numbers))
