@@ -122,6 +122,15 @@ def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(work: Workload) -
         plan_halved(large, limits(100), 8)
 
 
+def test_experts_that_are_joined_are_in_memory_twice_while_they_load(tmp_path: Path) -> None:
+    """The zoo's mixtral: 2 layers of 4 experts, each of three matrices of 32 x 48."""
+    zoo.save("mixtral", tmp_path / "m", num_local_experts=4, intermediate_size=48)
+    with workload(tmp_path / "m", tmp_path, batches=()) as work:
+        inside = memory_plan.whole_bytes(work)
+    del inside["weights"]
+    assert sum(inside.values()) == 4 * (2 * 4 * 3 + 1) * 32 * 48
+
+
 def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload) -> None:
     with pytest.raises(UsageError, match="even layer by layer") as caught:
         stream(work, limits(50 * 2**20))
