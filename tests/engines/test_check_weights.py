@@ -182,6 +182,15 @@ def test_ranks_have_to_fill_blocks_too(
         assert part in why
 
 
+def test_vllms_fp8_method_doubles_the_scales_that_it_loaded_where_fp8_is_fnuz(
+    tmp_path: Path,
+) -> None:
+    """There is none of q."""
+    held = ask(make(tmp_path, "autofp8", "fp8-static", **WHOLE), "vllm").held
+    factors = {(layer, str(role)): each.fnuz_factor for (layer, role), each in held.items()}
+    assert factors == {(layer, role): 1 if role == "q" else 2 for layer in (0, 1) for role in "qkv"}
+
+
 @pytest.mark.parametrize(
     ("form", "head_dim", "is_refused"),
     [("autofp8", 64, False), ("autofp8", 128, False), ("autofp8", 256, True), (CT, 128, True)],
