@@ -182,14 +182,15 @@ def find_selection(
             quantized.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
         else:
             reason = reason or Reason("not a 2-D *.weight")
+            of_drafter = reason in (_DRAFTER, _BEYOND)
             item = UnquantizedMatrix(
                 module=module,
                 why=reason.why,
                 is_linear=_is_linear(name, entry),
                 tree=reason.tree,
                 experts=tuple(matrix.module for matrix in inside),
-                is_drafted=reason in (_DRAFTER, _BEYOND),
-                layer=number_layer(module, config) if reason in (_DRAFTER, _BEYOND) else None,
+                is_drafted=of_drafter,
+                layer=number_layer(module, config) if of_drafter else None,
             )
             unquantized.append(item)
             unquantized_experts += inside

@@ -238,15 +238,11 @@ class EmulationHooks:
             store: Callable[..., torch.Tensor] = quantizer.round_trip
             prompt = None if self._prompt is None else self._prompt.to(device, non_blocking=True)
             return replace(quantizer, round_trip=partial(store, is_prompt=prompt))
-        is_repeated = isinstance(scale, torch.Tensor) and scale.ndim > 1 and len(scale) != num_heads
-        if device.type == "cpu" and not is_repeated:
-            return quantizer
         if (key, device) not in self._placed:
-            if isinstance(scale, torch.Tensor) and is_repeated:
+            if isinstance(scale, torch.Tensor) and scale.ndim > 1 and len(scale) != num_heads:
                 spread = scale.repeat_interleave(num_heads // len(scale), 0)
                 quantizer = replace(quantizer, scale=spread)
-            placed = quantizer if device.type == "cpu" else quantizer.to(device)
-            self._placed[key, device] = placed
+            self._placed[key, device] = quantizer if device.type == "cpu" else quantizer.to(device)
         return self._placed[key, device]
 
 
