@@ -200,6 +200,22 @@ def test_scales_of_q_and_of_probabilities_are_told_and_decide_nothing(
     assert all(said in text and words in text for text in told)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtral", "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize("names", [PAIR, ("attn.k_scale", "attn.v_scale"), ("qkv_proj.k_scale",)])
+def test_sglang_uses_scales_under_the_name_that_the_fix_gives(
+    tmp_path: Path, model_type: str, names: tuple[str, ...]
+) -> None:
+    geometry = plain_geometry(model_type=model_type)
+    folder = save_folder(tmp_path / "f", spell(*names), quantization=PER_TENSOR)
+    for number, layer in enumerate(ask("sglang", folder, geometry).layers):
+        if layer.k.fix:
+            path = layer.k.fix.partition("(")[2].partition(".k_scale")[0]
+            named = {f"{path}.k_scale": 0.5, f"{path}.v_scale": 0.25}
+            renamed = save_folder(tmp_path / f"r{number}", named, quantization=PER_TENSOR)
+            mended = ask("sglang", renamed, geometry).layers[number]
+            assert (mended.k.value, mended.v.value) == (0.5, 0.25)
+
+
 def test_a_kv_head_is_computed_with_the_largest_scale_of_its_query_heads(tmp_path: Path) -> None:
     """FlashAttention 3 takes one scale of q for a KV head; the model has two of four heads."""
     heads = {"q_scale": [0.25, 0.5, 2.0, 1.0], "k_scale": [0.25, 0.5], "v_scale": [1.0, 2.0]}

@@ -67,7 +67,7 @@ _PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
 _NEARLY = 1e-6
 _INNER = {"latent": "attn_mqa"}
 """What SGLang calls the module in an attention that has the scales, where it is not `attn`."""
-_FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and .v_scale)"
+_FIX = "give it the name that SGLang's loader reads ({path}.k_scale and .v_scale)"
 
 
 def replay_sglang(
@@ -80,18 +80,22 @@ def replay_sglang(
     context = open_indexed(folder, geometry, error="RuntimeError")
     fault = find_fault(folder, geometry, release)
     kinds = {layer.index: attention.kind for layer, attention in geometry.attentions()}
-    paths = {
-        layer.index: f"{attention.checkpoint_module}.{_INNER.get(attention.kind, 'attn')}"
-        for layer, attention in geometry.attentions()
-    }
+    modules = {layer.index: each.checkpoint_module for layer, each in geometry.attentions()}
+    paths = {i: f"{module}.{_INNER.get(kinds[i], 'attn')}" for i, module in modules.items()}
     places = {
         f"{path}.{role}_scale": (index, role)
         for index, path in (paths.items() if fault is None else ())
         for role in KV_ROLES
     }
     model_type = release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
+    # a loader that maps names does not know the parameter's own
+    read = {
+        index: path if name_sglang_parameter(name, model_type, release) == name else modules[index]
+        for index, path in paths.items()
+        for name in [f"{path}.k_scale"]
+    }
     if has_class(geometry.architecture, release):
-        fix = _FIX.format(path=next(iter(paths.values()), "attn"))
+        fix = _FIX.format(path=next(iter(read.values()), "attn"))
         if release.has(PLACELESS, geometry.model_type):
             fix = _PLACELESS_FIX
         for name, stored in context.scales.items():
@@ -103,8 +107,9 @@ def replay_sglang(
     zero_is_unset = release.has(_ZERO_UNSET)
     layers = []
     for index, path in paths.items():
-        why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
-        absent = fault or (why, _FIX.format(path=path))
+        name = f"{read[index]}.k_scale"
+        why = f"the model's loader accepts only {name}, and warns otherwise, so it uses 1.0"
+        absent = fault or (why, _FIX.format(path=read[index]))
         layers.append(context.judge_pair(index, "SGLang", absent, zero_is_unset=zero_is_unset))
     context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = context.report(layers)

@@ -33,7 +33,7 @@ _IGNORES_COMPANIONS = (
     "loader of this model type ignores a weight_scale or input_scale without a parameter"
 )
 NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
-_STRAY_FIX = "remove the tensor: no engine has a place for it"
+_STRAY_FIX = "give it the name that vLLM reads, or remove it if nothing needs it"
 _CONFIG_FIX = "add the quantization_config of kv-overlay to config.json"
 _INNER_FIX = "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
 _PLACELESS_FIX = "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
