@@ -106,10 +106,9 @@ def replay_sglang(
     context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
     zero_is_unset = release.has(_ZERO_UNSET)
     layers = []
-    for index, path in paths.items():
-        name = f"{read[index]}.k_scale"
-        why = f"the model's loader accepts only {name}, and warns otherwise, so it uses 1.0"
-        absent = fault or (why, _FIX.format(path=read[index]))
+    for index, path in read.items():
+        why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
+        absent = fault or (why, _FIX.format(path=path))
         layers.append(context.judge_pair(index, "SGLang", absent, zero_is_unset=zero_is_unset))
     context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = context.report(layers)
