@@ -99,23 +99,21 @@ class PeakMemory:
         self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
 
     def __enter__(self) -> Self:
-        self._sample()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-        self._sample()
 
     def _run(self) -> None:
-        while not self._done.wait(_SAMPLE_EVERY_S):
-            self._sample()
-
-    def _sample(self) -> None:
-        found = anonymous_bytes()
-        if found is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, found)
+        is_last = False
+        while True:
+            if (found := anonymous_bytes()) is not None:
+                self.peak_bytes = max(self.peak_bytes or 0, found)
+            if is_last:
+                return
+            is_last = self._done.wait(_SAMPLE_EVERY_S)
 
 
 def _group_bytes(root: Path) -> Iterator[int]:

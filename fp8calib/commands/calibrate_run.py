@@ -36,7 +36,7 @@ from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
 from fp8calib.commands.check_written import finish_formats
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import hash_run
-from fp8calib.commands.model import describe_job, open_run_model, plan_text
+from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
 from fp8calib.commands.recipe import (
     Quantize,
@@ -50,7 +50,7 @@ from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan, measure_kv_bytes
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats
-from fp8calib.commands.work_folder import work_folder
+from fp8calib.commands.work_folder import describe_job, work_folder
 from fp8calib.data.sequences import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules, write_formats

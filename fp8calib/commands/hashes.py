@@ -75,18 +75,21 @@ def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path
 
 def _list_files(place: Path) -> list[Path]:
     """List a file itself, or the weights, config, tokenizer and scales of a folder."""
-    return [place] if place.is_file() else list(filter(_counts, sorted(place.iterdir())))
+    if place.is_file():
+        return [place]
+    return [
+        path
+        for path in sorted(place.iterdir())
+        if any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
+        and not any(fnmatch(path.name, pattern) for pattern in _TEXTS)
+        and path.is_file()
+        and not is_result(path)
+    ]
 
 
 def _find_inode(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino
-
-
-def _counts(path: Path) -> bool:
-    is_wanted = any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
-    is_text = any(fnmatch(path.name, pattern) for pattern in _TEXTS)
-    return path.is_file() and is_wanted and not is_text and not is_result(path)
 
 
 def _hash(path: Path) -> str:

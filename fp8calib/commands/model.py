@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import check_runnable
-from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
@@ -21,9 +20,9 @@ from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.run_options import DEFAULT_SEQ_LEN, Data, RunOptions
 from fp8calib.data.modality import find_placeholders
-from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.rows import ReadRow, has_chat_template
-from fp8calib.data.sequences import DataPlan
+from fp8calib.data.sequences import FEW_TOKENS, DataPlan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.model.device import DTYPES, choose_device, choose_dtype
@@ -195,18 +194,6 @@ def describe_run(
     return RunPlan(plan={**described, **more, **mode.as_json()}, text=text)
 
 
-def describe_job(job: CalibrationJob, **more: Any) -> RunPlan:
-    """Describe a planned calibration; `more` is added to the plan, or replaces what it has."""
-    rows = job.plan.rows if job.plan else None
-    described = {
-        **job.count(),
-        "data": list(job.plan.sources) if job.plan else [],
-        "rows": rows and asdict(rows),
-    }
-    text = rows.describe() if rows else ()
-    return describe_run(job.model, job.mode, text, **(described | more))
-
-
 def read_settings(request: object, specs: Sequence[str]) -> Data:
     """Read what a request says of its text."""
     names = [name for name in Data.model_fields if hasattr(request, name)]
@@ -220,11 +207,12 @@ def plan_text(
     rows: Iterable[ReadRow] | None = None,
     part: BuiltinPart,
     tokenizer: Any = None,
+    few: str = "scales may miss large values",
 ) -> DataPlan:
     """Build the data plan of a run; without a length, `DEFAULT_SEQ_LEN` or the model's maximum.
 
     `rows` are read instead of sources. `tokenizer`, or the one of a processor, is used instead of
-    that in the model's folder.
+    that in the model's folder. `few` is what a text of few tokens is warned with; empty: nothing.
     """
     longest = source.max_positions
     length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
@@ -260,4 +248,8 @@ def plan_text(
         placeholders=placeholders,
         longest_padded=source.longest_padded,
     )
-    return build_plan(TextSettings(**settings, part=part), encoder, rows)
+    plan = build_plan(encoder, rows, part=part, **settings)
+    if not few or plan.num_tokens >= FEW_TOKENS:
+        return plan
+    warning = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: {few}"
+    return replace(plan, warnings=(*plan.warnings, warning))

@@ -28,7 +28,7 @@ from fp8calib.commands.result import Result, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.rows import ReadRow
-from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
+from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.engines.arithmetic import SPARSE_LATENTS
 from fp8calib.engines.registry import REFERENCE, find_emulated
@@ -164,7 +164,8 @@ def run(
         mode = plan_verification(asked, model, find_scratch(request), may_share=True)
         if request.dry_run:
             return describe_plan(asked, model, mode)
-        announce(mode, model, reporter)
+        for note in (*mode.describe(), model.describe()):
+            reporter.say(note)
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
@@ -185,7 +186,8 @@ def check_request(request: VerifyRequest) -> None:
     _check_outputs(request)
     if request.gate is not None:
         load_gate(request.gate)
-    for name in _list_paths(request):
+    paths = (str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path))
+    for name in paths:
         if name in _RESERVED_NAMES:
             raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
         find_candidate(name)
@@ -237,23 +239,21 @@ def _list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
     return tuple(named.values())
 
 
-def _list_paths(request: VerifyRequest) -> list[str]:
-    """List the candidates that are files or folders."""
-    return [str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path)]
-
-
 def plan_verified(
     request: VerifyRequest,
     source: ModelSource,
     specs: Sequence[str],
     rows: Iterable[ReadRow] | None,
 ) -> DataPlan:
-    """Plan the text of a verification; the warnings are about figures, not about scales."""
-    data = read_settings(request, specs)
-    plan = plan_text(source, data, rows=rows, part="verify", tokenizer=request.tokenizer)
-    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
-    is_few = plan.num_tokens < FEW_TOKENS
-    return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
+    """Plan the text of a verification."""
+    return plan_text(
+        source,
+        read_settings(request, specs),
+        rows=rows,
+        part="verify",
+        tokenizer=request.tokenizer,
+        few="the figures are imprecise",
+    )
 
 
 def open_verification(
@@ -349,19 +349,13 @@ def find_scratch(request: VerifyRequest) -> Path:
     return Path(outputs[0]).absolute().parent if outputs else Path.cwd()
 
 
-def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
-    """Say how the model is held in memory, and how it computes."""
-    for note in mode.describe():
-        reporter.say(note)
-    reporter.say(model.describe())
-
-
 def hash_inputs(
     model: RunModel, asked: Verification, request: VerifyRequest, specs: Sequence[str]
 ) -> RunHashes:
     """Hash the files of the model, of the text and of what is compared with it."""
     used = {each.name for each in asked.opened}
-    scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
+    paths = (str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path))
+    scales = {name: find_candidate(name) for name in paths if name in used}
     try:
         return hash_run(None if model.is_live else model.source.folder, specs, scales)
     except OSError as error:

@@ -1,18 +1,34 @@
-"""The working folder of a calibration, which `--resume` continues."""
+"""The plan of a calibration, and its working folder, which `--resume` continues."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.checkpoint.output import output_folder
+from fp8calib.commands.model import describe_run
 from fp8calib.commands.request import Reporter
+from fp8calib.commands.result import RunPlan
 from fp8calib.errors import ExportError
+
+
+def describe_job(job: CalibrationJob, **more: Any) -> RunPlan:
+    """Describe a planned calibration; `more` is added to the plan, or replaces what it has."""
+    rows = job.plan.rows if job.plan else None
+    described = {
+        **job.count(),
+        "data": list(job.plan.sources) if job.plan else [],
+        "rows": rows and asdict(rows),
+    }
+    text = rows.describe() if rows else ()
+    return describe_run(job.model, job.mode, text, **(described | more))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import inspect
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,7 +22,7 @@ from fp8calib.data.rows import (
     has_chat_template,
     require_unicode,
 )
-from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
+from fp8calib.data.sequences import DataPlan, RowsUsed
 from fp8calib.data.sources import BuiltinPart, count_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, format_count, shorten
@@ -45,57 +44,59 @@ EncodedRow: TypeAlias = "Sequence[int] | MediaRow"
 """The token ids of a row, or the row with its media."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSettings:
-    """Which text is read, and how it is cut into sequences."""
-
-    samples: int
-    """Maximum number of sequences."""
-    seq_len: int
-    """Maximum number of tokens of a sequence."""
-    sources: tuple[str, ...] = ()
-    """Data specs; without any, `part` of the built-in text is read."""
-    part: BuiltinPart = "calibrate"
-    text_column: str | None = None
-    strict_rows: bool = False
-    """Whether an unusable row is an error; otherwise it is skipped."""
-    pack: bool = True
-    """Whether rows are joined; otherwise each row is a sequence."""
-    seed: int = 0
-    """Affects only the order of weighted specs."""
-
-
 def build_plan(
-    text: TextSettings, encoder: RowEncoder, rows: Iterable[ReadRow] | None = None
+    encoder: RowEncoder,
+    rows: Iterable[ReadRow] | None = None,
+    *,
+    samples: int,
+    seq_len: int,
+    sources: Sequence[str] = (),
+    part: BuiltinPart = "calibrate",
+    text_column: str | None = None,
+    strict_rows: bool = False,
+    pack: bool = True,
+    seed: int = 0,
 ) -> DataPlan:
-    """Read the sequences of a run from the sources of `text`, or from `rows`."""
-    parsed = [parse_spec(spec) for spec in text.sources or ("builtin",)] if rows is None else []
-    read = [iter_rows(spec, part=text.part, text_column=text.text_column) for spec in parsed]
+    """Read at most `samples` sequences of at most `seq_len` tokens, from `rows` or from sources.
+
+    These are data specs; without any, `part` of the built-in text is read. An unusable row is
+    skipped, or an error with `strict_rows`. Rows are joined with `pack`, else each is a sequence.
+    `seed` affects only the order of weighted specs.
+    """
+    parsed = [parse_spec(spec) for spec in sources or ("builtin",)] if rows is None else []
+    read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
     if rows is None and any(spec.weight for spec in parsed):
         weighted = zip(read, (spec.weight for spec in parsed), strict=True)
-        rows = mix_rows(list(weighted), seed=text.seed)
-    sequences, media = pack_rows(itertools.chain(*read) if rows is None else rows, text, encoder)
+        rows = mix_rows(list(weighted), seed=seed)
+    sequences, media = pack_rows(
+        itertools.chain(*read) if rows is None else rows,
+        encoder,
+        samples=samples,
+        seq_len=seq_len,
+        pack=pack,
+        strict=strict_rows,
+    )
     encoder.require_usable()
-    sources = tuple(spec.label for spec in parsed) or (_IN_MEMORY,)
+    labels = tuple(spec.label for spec in parsed) or (_IN_MEMORY,)
     used = encoder.counts
     if used.is_full and parsed:
-        counts = [count_rows(spec, text.part) for spec in parsed]
+        counts = [count_rows(spec, part) for spec in parsed]
         used.total = None if None in counts else sum(filter(None, counts))
     used.chat_template = encoder.hash_template(has_media=bool(media))
     usable = used.read - used.rejected
     if not sequences:
         raise DataError(
-            f"{', '.join(sources)}: no sequence of two tokens in {format_count(usable, 'row')}",
-            hint="use more text" if text.pack else "use longer rows, or leave out --no-pack",
+            f"{', '.join(labels)}: no sequence of two tokens in {format_count(usable, 'row')}",
+            hint="use more text" if pack else "use longer rows, or leave out --no-pack",
         )
     warnings = [
-        f"no row of {spec.label} was read: other sources gave all {text.samples} sequences; use "
+        f"no row of {spec.label} was read: other sources gave all {samples} sequences; use "
         f"{'' if spec.weight else 'weights (PATH@0.5), or '}more --samples"
         for spec, source_rows in zip(parsed, read, strict=True)
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
     warnings += encoder.list_warnings()
-    if parsed and not text.sources:
+    if parsed and not sources:
         warnings.append("no --data given: using the text that ships with Python (builtin)")
     warnings += [
         f"{spec.label}: ignored, not data files: {', '.join(spec.ignored)}"
@@ -104,19 +105,18 @@ def build_plan(
     ]
     if used.too_short:
         warnings.append(f"{used.too_short} of {usable} rows were too short and were skipped")
-    if parsed and len(sequences) < text.samples:
+    if parsed and len(sequences) < samples:
         warnings.append(
-            f"all of the text is used: it fills {len(sequences)} of {text.samples} sequences (of "
-            f"{text.seq_len} tokens)"
+            f"all of the text is used: it fills {len(sequences)} of {samples} sequences (of "
+            f"{seq_len} tokens)"
         )
-    warnings += warn_of_scales(sum(map(len, sequences)))
     if encoder.placeholders:
         warnings += _warn_of_media(sequences, media, encoder.placeholders)
     return DataPlan(
         sequences=tuple(sequences),
-        packed=text.pack,
-        seq_len=text.seq_len,
-        sources=sources,
+        packed=pack,
+        seq_len=seq_len,
+        sources=labels,
         warnings=tuple(warnings),
         longest_padded=encoder.longest_padded,
         rows=used,
@@ -365,7 +365,13 @@ def _list_contents(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def pack_rows(
-    rows: Iterable[ReadRow], text: TextSettings, encoder: RowEncoder
+    rows: Iterable[ReadRow],
+    encoder: RowEncoder,
+    *,
+    samples: int,
+    seq_len: int,
+    pack: bool,
+    strict: bool,
 ) -> tuple[list[torch.Tensor], dict[int, MediaRow]]:
     """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
 
@@ -376,14 +382,14 @@ def pack_rows(
     Returns:
         The sequences, 1-D int64, and those that are rows with media, by their index.
     """
-    samples, seq_len, pack, counts = text.samples, text.seq_len, text.pack, encoder.counts
+    counts = encoder.counts
     sequences: list[torch.Tensor] = []
     media: dict[int, MediaRow] = {}
     stream, start = array("q"), 0
     packed: list[int] = []
     """The lengths of the rows in the stream."""
     for read in rows:
-        row = encoder.encode(read, strict=text.strict_rows)
+        row = encoder.encode(read, strict=strict)
         if row is None:
             continue
         if not isinstance(row, Sequence):  # with media

@@ -20,9 +20,8 @@ if TYPE_CHECKING:  # text needs none of it
     from fp8calib.data.processor import MediaRow
 
 FEW_TOKENS = 4096
-"""With fewer tokens than this, the plan carries a warning."""
+"""A text of fewer tokens is warned of."""
 _START_TOKENS = 128
-_FEW_FOR_SCALES = "scales may miss large values"
 
 
 Item = TypeVar("Item")
@@ -184,16 +183,10 @@ class Batch:
 
 def take_sequences(plan: DataPlan, start: int, stop: int | None) -> DataPlan:
     """Give a plan of the sequences `start:stop`."""
-    media = {index - start: row for index, row in plan.media.items() if index >= start}
-    return replace_sequences(plan, plan.sequences[start:stop], media)
-
-
-def replace_sequences(
-    plan: DataPlan, sequences: Sequence[torch.Tensor], media: Mapping[int, MediaRow] | None = None
-) -> DataPlan:
-    """Give a plan with other sequences; those with media by their index."""
-    kept = {index: row for index, row in (media or {}).items() if index < len(sequences)}
-    return replace(plan, sequences=tuple(sequences), media=kept)
+    sequences = plan.sequences[start:stop]
+    places = range(start, start + len(sequences))
+    media = {index - start: row for index, row in plan.media.items() if index in places}
+    return replace(plan, sequences=sequences, media=media)
 
 
 def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
@@ -250,17 +243,6 @@ def cut_into(batch: Batch, size: int) -> list[Batch]:
     """Cut a batch into batches of at most `size` sequences, without needless padding."""
     starts = range(0, len(batch.lengths), size)
     return [cut_batch(batch, start, start + size) for start in starts]
-
-
-def warn_of_scales(num_tokens: int) -> Iterator[str]:
-    """Warn of a text that is too short to be calibrated on."""
-    if num_tokens < FEW_TOKENS:
-        yield f"only {num_tokens} tokens, fewer than {FEW_TOKENS}: {_FEW_FOR_SCALES}"
-
-
-def list_other_warnings(plan: DataPlan) -> Iterator[str]:
-    """List the warnings of a text that is not calibrated on."""
-    return (text for text in plan.warnings if _FEW_FOR_SCALES not in text)
 
 
 # --- shares of whole batches, so that their contents do not depend on who runs them ---------------

@@ -68,11 +68,11 @@ def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> 
 
 
 def build_kv_candidate(
-    name: str, table: ScaleTable, numerics: Numerics, *, origin: str
+    name: str, table: ScaleTable, numerics: Numerics, *, origin: str = ""
 ) -> Candidate:
     """Build a candidate that quantizes the KV cache with the scales of `table`.
 
-    `origin` is shown to people.
+    `origin` is shown to people; scales without one are 1.0.
     """
     geometry, notes = table.geometry, []
     kind = "per-head" if table.per_head else "per-tensor"
@@ -89,20 +89,12 @@ def build_kv_candidate(
         description += f"; {notes[-1]}"
     return Candidate(
         name=name,
-        description=description,
+        description=description if origin else f"KV cache {table.fmt.name}, every scale 1.0",
         quantizers=emulate_kv(table, numerics),
         reads=reads,
         notes=tuple(notes),
         table=table,
     )
-
-
-def build_unscaled(
-    name: str, geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics
-) -> Candidate:
-    """Build the candidate without scales."""
-    made = build_kv_candidate(name, make_unscaled_table(geometry, fmt), numerics, origin="")
-    return replace(made, description=f"KV cache {fmt.name}, every scale 1.0")
 
 
 def list_defaulted(table: ScaleTable) -> list[int]:
@@ -114,31 +106,46 @@ def list_defaulted(table: ScaleTable) -> list[int]:
     ]
 
 
-def leave_cache(
-    candidate: Candidate, layers: Collection[int], geometry: ModelGeometry
+def fit_to_model(
+    candidate: Candidate, geometry: ModelGeometry, plain_caches: Collection[int] = ()
 ) -> Candidate:
-    """Leave the KV cache of some layers in 16 bits, as an engine's option does."""
-    if not layers:
-        return candidate
+    """Leave the KV cache of some layers in 16 bits, as an engine's option does.
+
+    Refuse a candidate that quantizes nothing, or whose sites the model lacks.
+    """
     known = {layer.index: attention for layer, attention in geometry.attentions()}
-    if unknown := sorted(set(layers) - known.keys()):
+    if unknown := sorted(set(plain_caches) - known.keys()):
         raise UsageError(
             f"layer {unknown[0]} has no KV cache that could stay in 16 bits",
             hint=f"layers with one: {format_ranges(known)}",
         )
-    if shared := sorted(set(geometry.with_readers(layers)) - set(layers)):
+    if shared := sorted(set(geometry.with_readers(plain_caches)) - set(plain_caches)):
         raise UsageError(
             f"{name_ranges(shared)}: of the same KV cache "
             "as a layer in 16 bits, which would be read as if it were quantized",
             hint="name all layers that share a cache, or none",
         )
-    left = {attention.module for index, attention in known.items() if index in layers}
-    plain = f"; layers {format_ranges(sorted(layers))} in 16 bits"
-    return replace(
-        candidate,
-        description=candidate.description + plain * candidate.has_cache,
-        quantizers={s: each for s, each in candidate.quantizers.items() if s.module not in left},
-    )
+    modules = {attention.module for attention in known.values()}
+    modules |= {linear.module for _, linear in geometry.linears()}
+    if lacking := [site for site in candidate.quantizers if site.module not in modules]:
+        raise ModelError(
+            f"{candidate.name}: it quantizes {cut_list(lacking, 1)}, which the model does not have",
+            hint="are the scales of this model?",
+        )
+    if plain_caches:
+        plain = {known[index].module for index in plain_caches}
+        where = f"; layers {format_ranges(sorted(plain_caches))} in 16 bits"
+        candidate = replace(
+            candidate,
+            description=candidate.description + where * candidate.has_cache,
+            quantizers={s: q for s, q in candidate.quantizers.items() if s.module not in plain},
+        )
+    if not candidate.quantizers and not candidate.weights:
+        raise ModelError(
+            f"{candidate.name}: it quantizes nothing of this model",
+            hint="add --scheme fp8-dynamic if it has no KV cache: this emulates FP8 weights",
+        )
+    return candidate
 
 
 def build_scheme(
@@ -184,23 +191,6 @@ def describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) 
     return f"; {numerics.name} rounds the scales of blocks and groups up to powers of two"
 
 
-def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
-    """Refuse a candidate that quantizes nothing, or whose sites the model lacks."""
-    modules = {attention.module for _, attention in geometry.attentions()}
-    modules |= {linear.module for _, linear in geometry.linears()}
-    lacking = [site for site in candidate.quantizers if site.module not in modules]
-    if lacking:
-        raise ModelError(
-            f"{candidate.name}: it quantizes {cut_list(lacking, 1)}, which the model does not have",
-            hint="are the scales of this model?",
-        )
-    if not candidate.quantizers and not candidate.weights:
-        raise ModelError(
-            f"{candidate.name}: it quantizes nothing of this model",
-            hint="add --scheme fp8-dynamic if it has no KV cache: this emulates FP8 weights",
-        )
-
-
 # --- the quantizers of an engine's KV cache -------------------------------------------------------
 
 
@@ -218,8 +208,7 @@ def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
 
 def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities."""
-    _check_usable(table, numerics)
-    table = _round_scales(table, numerics)
+    table = _serve_table(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
     stored = {
         "rounding": numerics.kv_rounding,
@@ -249,7 +238,7 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     if not numerics.kv_shared_own_scale:
         return found
-    table = _round_scales(table, numerics)
+    table = _serve_table(table, numerics)
     for _, attention in table.geometry.attentions():
         producer = table.geometry.producer_of(attention)
         if producer is attention:
@@ -274,7 +263,11 @@ def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:
     return f"{numerics.name} caches {model_type} in 16 bits whatever --kv-cache-dtype says"
 
 
-def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
+def _serve_table(table: ScaleTable, numerics: Numerics) -> ScaleTable:
+    """Refuse scales that the engine cannot use; give them as it holds them.
+
+    It rounds those of some dialects to the dtype that the model is served in.
+    """
     if not fits_heads(table.geometry, table.tp):
         raise ModelError(
             f"the scales are for {table.tp} ranks, and the model's heads cannot be split over them",
@@ -308,10 +301,6 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
     for applies, why, hint in faults:
         if applies:
             raise VerificationError(why, hint=hint)
-
-
-def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
-    """Round scales of some dialects to the dtype that the model is served in."""
     if table.dialect not in numerics.kv_rounded_dialects:
         return table
     name = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)

@@ -30,8 +30,8 @@ from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,
     build_scheme,
-    build_unscaled,
-    check_sites,
+    fit_to_model,
+    make_unscaled_table,
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
@@ -96,8 +96,7 @@ def emulate(
             numerics=numerics,
             fmt=FP8_FORMATS[fp8_dtype],
         )
-        made = _make_candidate(candidate, target)
-        check_sites(made, target.geometry)
+        made = fit_to_model(_make_candidate(candidate, target), target.geometry)
         if made.weights:
             checkpoint.hold()
         for note in made.notes:
@@ -118,7 +117,8 @@ def _make_candidate(given: object, target: Target) -> Candidate:
     if isinstance(given, ScaleTable):
         return build_kv_candidate("scales", given, target.numerics, origin="given")
     if given == SCALE_ONE:
-        return build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics)
+        table = make_unscaled_table(target.geometry, target.fmt)
+        return build_kv_candidate(SCALE_ONE, table, target.numerics)
     if isinstance(given, str) and given in SCHEMES:
         return build_scheme(given, given, target)
     if isinstance(given, Scales):

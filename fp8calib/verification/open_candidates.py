@@ -39,11 +39,10 @@ from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,
     build_scheme,
-    build_unscaled,
     check_model,
-    check_sites,
-    leave_cache,
+    fit_to_model,
     list_defaulted,
+    make_unscaled_table,
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
@@ -81,11 +80,6 @@ def make_candidates(
     others: list[Candidate] = []
     faults: dict[str, Fp8CalibError] = {}
 
-    def finish(made: Candidate) -> Candidate:
-        made = leave_cache(made, plain_caches, target.geometry)
-        check_sites(made, target.geometry)
-        return made
-
     for index, item in enumerate(scales):
         name = str(item)
         if isinstance(item, RunStats):
@@ -100,17 +94,19 @@ def make_candidates(
                     f"{target.fmt.name}",
                     hint=f"use --fp8-dtype {table.fmt.name}",
                 )
-            opened.append(finish(made))
+            opened.append(fit_to_model(made, target.geometry, plain_caches))
         except (ModelError, VerificationError) as error:
             faults[name] = error
     if faults and not opened:
         raise next(iter(faults.values()))
     if scheme is not None and not opened:
-        others.append(finish(build_scheme(scheme, scheme, target)))
+        made = build_scheme(scheme, scheme, target)
+        others.append(fit_to_model(made, target.geometry, plain_caches))
     # A model without a KV cache has nothing that scale 1.0 could change.
     if target.geometry.kv_elements_per_token or not (opened or others):
-        unscaled = build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics)
-        others.append(finish(unscaled))
+        table = make_unscaled_table(target.geometry, target.fmt)
+        made = build_kv_candidate(SCALE_ONE, table, target.numerics)
+        others.append(fit_to_model(made, target.geometry, plain_caches))
     refused = (
         RefusedCandidate(name=name, why=error.message, hint=error.hint)
         for name, error in faults.items()
@@ -137,7 +133,7 @@ def make_rules(
         own = ScaleRules(rule=rule)
         table = compute_kv_scales(first.stats, target.fmt, rules=own, query=has_query)
         made = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
-        found[str(rule)] = leave_cache(made, plain_caches, target.geometry)
+        found[str(rule)] = fit_to_model(made, target.geometry, plain_caches)
     return found
 
 
@@ -158,39 +154,26 @@ def open_candidate(
 
     It is statistics, called `name`, or a path: of a stats file, of the output folder of a
     calibration, of scales of any dialect, or of an FP8 checkpoint, which is read as the engine
-    reads it. Statistics are for the weights and inputs of `scheme`, or for the KV cache.
+    reads it. Statistics are for the weights and inputs of `scheme`, or for the KV cache: with the
+    scales that `export` writes, of q as well if q needs a scale, or that are in their overlay.
     """
-    if isinstance(given, RunStats):
-        return _open_stats(name, given, target, scheme)
-    name, path = str(given), find_candidate(str(given))
-    if is_stats_file(path):
-        return _open_stats(name, load_stats_file(path), target, scheme, folder=path.parent)
-    if scheme is not None:
-        raise UsageError(
-            f"--scheme {scheme} needs statistics, and {name} holds none",
-            hint="leave out --scheme to verify the scales of the file",
-        )
-    # most candidates are statistics
-    from fp8calib.verification.open_files import open_file  # noqa: PLC0415
+    folder = None
+    if not isinstance(given, RunStats):
+        name, path = str(given), find_candidate(str(given))
+        if is_stats_file(path):
+            given, folder = load_stats_file(path), path.parent
+        elif scheme is not None:
+            raise UsageError(
+                f"--scheme {scheme} needs statistics, and {name} holds none",
+                hint="leave out --scheme to verify the scales of the file",
+            )
+        else:
+            # most candidates are statistics
+            from fp8calib.verification.open_files import open_file  # noqa: PLC0415
 
-    return open_file(name, path, target)
-
-
-def _open_stats(
-    name: str,
-    stats: RunStats,
-    target: Target,
-    scheme: str | None,
-    *,
-    folder: Path | None = None,
-) -> Candidate:
-    """Make a candidate of statistics, and check that they belong to the model.
-
-    Their scales are those that `export` writes: of q as well, if q needs a scale. If `folder`,
-    which holds them, has an overlay, they are those of the overlay.
-    """
-    check_model(name, stats.origin, target)
-    stats = _rename_sites(stats, target.geometry)
+            return open_file(name, path, target)
+    check_model(name, given.origin, target)
+    stats = _rename_sites(given, target.geometry)
     if scheme is not None:
         made = build_scheme(name, scheme, target, stats)
     else:

@@ -5,7 +5,6 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -121,15 +120,6 @@ class CandidateResult(Frozen):
     log_ratio: float = Field(default=0.0, exclude=True)
     """Logarithm of `ppl_ratio`."""
     log_ratio_se: float | None = Field(default=None, exclude=True)
-
-    @property
-    def implied_log_ratio_se(self) -> float:
-        """Standard error of the log ratio that the KLD implies; 0.0 if the KLD is unknown.
-
-        If x is drawn from p, and q is close to p, log p(x) - log q(x) has a variance of twice
-        KL(p || q). The losses of a few tokens may be close by chance; their divergences are exact.
-        """
-        return math.sqrt(2 * max(self.kld_mean or 0.0, 0.0) / self.num_tokens)
 
 
 class RefusedCandidate(Frozen):

@@ -35,11 +35,6 @@ def format_kld(kld: float | None, se: float | None = None) -> str:
     return f"{kld:.{decimals}f}" + ("" if se is None else f" ± {se:.{decimals}f}")
 
 
-def format_db(value: float | None) -> str:
-    """Format a ratio in dB; `-` if nothing was lost or the tensor was all zeros."""
-    return "-" if value is None else f"{value:.1f}"
-
-
 def format_ratio(ratio: float, error: float | None) -> str:
     """Format a perplexity ratio with its standard error, `?` if that is unknown."""
     shown = "?" if error is None else f"{error:.4f}"
@@ -126,6 +121,8 @@ def sites_table(
     rows: list[list[str | Cell]] = []
     for each in layers:
         is_lost = each.sqnr_db is not None and each.sqnr_db < LEAST_DB
+        # none where nothing was lost, or the tensor was all zeros
+        sqnr = "-" if each.sqnr_db is None else f"{each.sqnr_db:.1f}"
         scale = f"dynamic, per {each.scale_per}"
         if each.scale is not None:
             scale = f"{each.scale:.4g}"
@@ -134,7 +131,7 @@ def sites_table(
         row: list[str | Cell] = [
             each.site,
             *([each.candidate] if has_candidates else []),
-            Cell(format_db(each.sqnr_db), kind="bad" if is_lost else ""),
+            Cell(sqnr, kind="bad" if is_lost else ""),
             Cell(format_share(each.clipped), kind="bad" if each.clipped > MOST_CLIPPED else ""),
             format_share(each.flushed),
             f"{each.amax:.4g}",

@@ -253,8 +253,19 @@ def open_lm_head(model: PreTrainedModel) -> Iterator[Logits]:
     returns the given hidden states.
     """
     path, decoder = find_text_decoder(model)
-    owner = _find_owner(model, path)
-    given = torch.zeros(0)
+    parts, owner, given = path.split("."), None, torch.zeros(0)
+    for size in range(len(parts)):  # the outermost model whose forward takes text alone
+        around = model.get_submodule(".".join(parts[:size]))
+        needed = [
+            each
+            for each in signature(around.forward).parameters.values()
+            if each.default is each.empty and each.kind not in _REST
+        ]
+        if isinstance(around, PreTrainedModel) and {each.name for each in needed} <= {"input_ids"}:
+            owner = around
+            break
+    if owner is None:
+        raise VerificationError(f"{type(model).__name__}: its forward takes no text without images")
 
     @torch.no_grad()
     def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -273,18 +284,3 @@ def open_lm_head(model: PreTrainedModel) -> Iterator[Logits]:
 
     with replaced_forward(decoder, lambda *_args, **_kwargs: _Hidden(last_hidden_state=given)):
         yield logits
-
-
-def _find_owner(model: PreTrainedModel, decoder: str) -> PreTrainedModel:
-    """Find the outermost model around the decoder, by its path, whose forward takes text alone."""
-    parts = decoder.split(".")
-    for size in range(len(parts)):
-        owner = model.get_submodule(".".join(parts[:size]))
-        needed = signature(owner.forward).parameters.values()
-        is_free = all(
-            each.name == "input_ids" or each.default is not each.empty or each.kind in _REST
-            for each in needed
-        )
-        if isinstance(owner, PreTrainedModel) and is_free:
-            return owner
-    raise VerificationError(f"{type(model).__name__}: its forward takes no text without images")

@@ -16,7 +16,7 @@ import torch
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
+from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
@@ -482,7 +482,7 @@ def measure_noise(
             sequence if index in few.media else sequence[: max(2, len(sequence) // size)]
             for index, sequence in enumerate(few.sequences)
         ]
-        few = replace_sequences(few, cut, few.media)
+        few = replace(few, sequences=tuple(cut))
     again = run(list(batches(few, size)))
     parts = split_sequences(before, plan.lengths)
     kept = [part[: length - 1] for part, length in zip(parts, few.lengths, strict=False)]

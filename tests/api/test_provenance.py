@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.arithmetic import Numerics
@@ -113,7 +113,7 @@ def test_every_key_that_the_page_names_is_there(verified: dict[str, Any], out: P
 
 def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
     rows = [Row("x:1", input_ids=tuple(range(3, 15)))] * 20
-    plan = build_plan(TextSettings(samples=20, seq_len=12), RowEncoder(str, 15), rows)
+    plan = build_plan(RowEncoder(str, 15), rows, samples=20, seq_len=12)
     # Later tokens differ more: a cut sequence is compared with its own beginning.
     before = torch.tensor([-1.0] * 2 + [-1.2] * 9).repeat(20)
     cases = ((1, [(4, 3)] * 4, 32, 0.1**2 / 2), (8, [(1, 12)] * 16, 176, 0.1**2 / 2))

@@ -19,7 +19,7 @@ from PIL import Image
 
 from fp8calib.data.media import Medium, load_audio, load_image
 from fp8calib.data.modality import Modality
-from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.processor import MediaEncoder
 from fp8calib.data.rows import Row, parse_row
 from fp8calib.data.sources import iter_rows, split_data
@@ -372,8 +372,10 @@ def test_media_that_change_after_planning_are_refused(tmp_path: Path) -> None:
     model, processor = build_multimodal("gemma3")
     encoder = MediaEncoder(processor, model.config, "gemma3")
     plan = build_plan(
-        TextSettings(sources=(str(rows),), samples=99, seq_len=64),
         RowEncoder(lambda: processor.tokenizer, 1000, media=lambda: encoder),
+        sources=(str(rows),),
+        samples=99,
+        seq_len=64,
     )
     assert "pixel_values" in plan.media[0].load()
     draw_image(5).save(tmp_path / "a.png")

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.rows import ReadRow, Row
 from fp8calib.data.sequences import DataPlan, batches, parse_share
 from fp8calib.data.sources import iter_rows
@@ -57,8 +57,7 @@ def plan_of(*specs: str, **options: Any) -> DataPlan:
     longest_padded, rows = options.pop("longest_padded", None), options.pop("rows", None)
     tokenizer = options.pop("tokenizer", refuse_tokenizer)
     encoder = RowEncoder(tokenizer, options.pop("vocab_size", 100), longest_padded=longest_padded)
-    text = TextSettings(**{"sources": specs, "samples": 8, "seq_len": 4, **options})
-    return build_plan(text, encoder, rows)
+    return build_plan(encoder, rows, **{"sources": specs, "samples": 8, "seq_len": 4, **options})
 
 
 def lists(plan: DataPlan) -> list[list[int]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
+from fp8calib.verification.candidates import build_kv_candidate, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.decide import choose_smallest, explain_broken
 from fp8calib.verification.judge.decide import conclude as conclude_report
@@ -109,7 +109,7 @@ def ask(
         build_kv_candidate(name, make_table(subject, each), PLAIN, origin="test")
         for name, each in tables.items()
     ]
-    unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
+    unscaled = build_kv_candidate(SCALE_ONE, make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
     asked = Verification(
         model="tiny",
         geometry=subject.geometry,

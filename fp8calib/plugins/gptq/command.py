@@ -21,7 +21,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output
 from fp8calib.commands.check_planned import require_servable
-from fp8calib.commands.model import describe_job, plan_text, prepare_run_model
+from fp8calib.commands.model import plan_text, prepare_run_model
 from fp8calib.commands.model_folder import saved_model
 from fp8calib.commands.quantize import (
     QuantizeResult,
@@ -35,7 +35,7 @@ from fp8calib.commands.recipe import Recipe, apply_request
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
-from fp8calib.commands.work_folder import work_folder
+from fp8calib.commands.work_folder import describe_job, work_folder
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source

@@ -22,7 +22,7 @@ from fp8calib.numerics.formats import E5M2
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.text import Answer, Block, Line, Table
-from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
+from fp8calib.verification.candidates import build_kv_candidate, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.decide import get_kld
 from fp8calib.verification.judge.gates import GATES
@@ -171,7 +171,7 @@ def _make_candidates(name: str, asked: Verification, engine: Engine) -> Iterator
     geometry, numerics = asked.geometry, asked.numerics
     tables = {each.name: each.table for each in asked.opened if each.table is not None}
     if name == _E5M2:
-        yield build_unscaled(name, geometry, E5M2, numerics)
+        yield build_kv_candidate(name, make_unscaled_table(geometry, E5M2), numerics)
         for scales, table in tables.items() if numerics.kv_scales_e5m2 else ():
             of_e5m2 = replace(table, fmt=E5M2)
             scaled = f"{name} with {scales}"

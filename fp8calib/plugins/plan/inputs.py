@@ -11,12 +11,7 @@ from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.commands.model import open_run_model, plan_text, read_settings
 from fp8calib.commands.recipe import Recipe, load_recipe
-from fp8calib.data.sequences import (
-    DataPlan,
-    list_other_warnings,
-    take_sequences,
-    warn_of_scales,
-)
+from fp8calib.data.sequences import DataPlan, take_sequences
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
@@ -178,7 +173,8 @@ def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, Dat
     data = read_settings(request, tuple(map(str, specs)))
 
     def plan(part: BuiltinPart, samples: int) -> DataPlan:
-        return plan_text(source, data.model_copy(update={"samples": samples}), part=part)
+        settings = data.model_copy(update={"samples": samples})
+        return plan_text(source, settings, part=part, few="")
 
     if data.sources:
         whole = plan("calibrate", data.samples)
@@ -195,9 +191,5 @@ def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, Dat
         number = max(1, round(data.samples * _HELD_OUT))
         calibration = plan("calibrate", data.samples - number)
         held_out = plan("verify", number)
-    few = warn_of_scales(calibration.num_tokens)
     media = (_NO_MEDIA,) if calibration.media and not held_out.media else ()
-    return (
-        replace(calibration, warnings=(*list_other_warnings(calibration), *few)),
-        replace(held_out, warnings=(*list_other_warnings(held_out), *media)),
-    )
+    return calibration, replace(held_out, warnings=(*held_out.warnings, *media))

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.torch import save
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.commands.request import Reporter
-from fp8calib.data.sequences import DataPlan, batches, replace_sequences
+from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.verification.emulation.candidate import Candidate
@@ -136,7 +137,7 @@ def open_measured_model(
         geometry=model.prepared.geometry,
         numerics=opened.target.numerics,
         candidates=(choices.emulate(whole),) * AT_ONCE,
-        plan=replace_sequences(first, texts, {**first.media, **moved}),
+        plan=replace(first, sequences=texts, media={**first.media, **moved}),
         batch_size=opened.request.batch_size,
     )
     why = "each group is measured from its own layer on"

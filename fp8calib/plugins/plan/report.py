@@ -11,7 +11,7 @@ from fp8calib.calibration.fingerprint import versions
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.result import BeforeAfter, Result
-from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
+from fp8calib.data.sequences import FEW_TOKENS
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.model.geometry import Frozen
@@ -143,7 +143,7 @@ def make_report(
     met, why = _judge(opened, choices, best, chosen)
     tokens = opened.held_out.num_tokens
     texts = (opened.calibration, opened.held_out)
-    warnings = [warning for text in texts for warning in list_other_warnings(text)]
+    warnings = [warning for text in texts for warning in text.warnings]
     if tokens < FEW_TOKENS:
         few = f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}"
         warnings.append(f"{few}: figures are imprecise")

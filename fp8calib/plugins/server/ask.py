@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp8calib.calibration.progress import Progress
-from fp8calib.data.sequences import DataPlan, replace_sequences
+from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.plugins.server.answers import ServerScores
@@ -110,10 +110,11 @@ def ask_servers(
     request = server.request
     if request.sampled and others:
         written = others[0].write(plan.sequences, progress, stage="writing text", is_drawn=True)
-        plan = replace_sequences(plan, [each.ids for each in written])
+        plan = replace(plan, sequences=tuple(each.ids for each in written), media={})
     elif request.sampled:
         assert model is not None  # noqa: S101 -- a streamed one is refused before it runs
-        plan = replace_sequences(plan, write_text(model, plan.sequences, progress))
+        texts = write_text(model, plan.sequences, progress)
+        plan = replace(plan, sequences=tuple(texts), media={})
     every, few = plan.sequences, plan.sequences[:SEQUENCES]
     scores = server.score(every, progress, stage="asking the server")
     again = server.score(few, progress, stage="asking the server again")

@@ -12,7 +12,6 @@ from fp8calib.commands.model import open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.verify_run import (
-    announce,
     check_request,
     complete_report,
     describe_plan,
@@ -97,7 +96,8 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return _compare_alone(request, asked, servers, reporter)
         if not servers:
             return describe_plan(asked, model, mode)
-        announce(mode, model, reporter)
+        for note in (*mode.describe(), model.describe()):
+            reporter.say(note)
         told = asked.warnings
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             writer = None if isinstance(scored, StreamedModel) else scored.model

@@ -82,7 +82,12 @@ def attend_in_fp32(
     for sequence, start in itertools.product(range(batch), range(0, length, num_rows)):
         rows = slice(start, min(start + num_rows, length))
         keys = slice(rows.stop if is_causal else call.key.shape[2])
-        counted = None if sequence else _find_counted(kept, rows)
+        counted = None  # the queries of the first sequence that are measured, none of them padding
+        if sequence == 0 and kept is None:
+            counted = torch.arange(0, rows.stop - start, _STRIDE)
+        elif sequence == 0 and kept is not None:
+            counted = kept[(kept >= start) & (kept < rows.stop)][::_STRIDE] - start
+            counted = counted if len(counted) else None
         step = max(1, size // (num_rows * keys.stop))
         for head in range(0, heads, step):
             chosen = slice(head, min(head + step, heads))
@@ -209,15 +214,6 @@ def _slice(mask: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
         rows if mask.shape[2] > 1 else slice(None),
         keys,
     ]
-
-
-def _find_counted(kept: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Find the queries of the first sequence that are measured, none of them padding."""
-    if kept is None:
-        return torch.arange(0, rows.stop - rows.start, _STRIDE)
-    is_inside = (kept >= rows.start) & (kept < rows.stop)
-    counted: torch.Tensor = kept[is_inside][::_STRIDE] - rows.start
-    return counted if len(counted) else None
 
 
 # --- the kernel -----------------------------------------------------------------------------------

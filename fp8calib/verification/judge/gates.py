@@ -140,7 +140,10 @@ def _judge_ratio(summary: CandidateResult, gate: Gate) -> tuple[Verdict, str]:
     (Student's t) must not cross a threshold. The error is the larger one of that of the losses and
     that which the KLD implies: the losses of a few tokens may be alike by chance.
     """
-    ratio, se, implied = summary.log_ratio, summary.log_ratio_se, summary.implied_log_ratio_se
+    ratio, se = summary.log_ratio, summary.log_ratio_se
+    # If x is drawn from p, and q is close to p, log p(x) - log q(x) has a variance of twice
+    # KL(p || q).
+    implied = math.sqrt(2 * max(summary.kld_mean or 0.0, 0.0) / summary.num_tokens)
     if se is None:
         why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
         return Verdict.CANNOT_TELL, why

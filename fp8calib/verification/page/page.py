@@ -32,7 +32,7 @@ from fp8calib.verification.report import (
     VerifyReport,
 )
 from fp8calib.verification.score import Scores
-from fp8calib.verification.tables import format_db, format_kld, format_mean_kld, format_ratio
+from fp8calib.verification.tables import format_kld, format_mean_kld, format_ratio
 from fp8calib.verification.token_scores import split_sequences
 from fp8calib.verification.verify import Verification
 
@@ -251,7 +251,7 @@ def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -
     layers = sorted({layer for _, layer in worst})
     known = {name: [worst.get((name, layer)) for layer in layers] for name in styles}
     curves = [
-        Curve(name, style, [Point(db, f"{format_db(db)} dB") for db in known[name]])
+        Curve(name, style, [Point(db, "-" if db is None else f"{db:.1f} dB") for db in known[name]])
         for name, style in styles.items()
     ]
     return charts.place_chart(

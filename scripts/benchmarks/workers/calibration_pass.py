@@ -22,7 +22,7 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter
-from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
@@ -110,9 +110,9 @@ def _plan_tokens(tokens: Path, batches: list[torch.Tensor], model: PreTrainedMod
         msg = "the tokens are ids already"
         raise RuntimeError(msg)
 
-    text = TextSettings(sources=(str(tokens),), samples=len(batches), seq_len=batches[0].shape[1])
     encoder = RowEncoder(no_tokenizer, model.get_input_embeddings().weight.shape[0])
-    plan = build_plan(text, encoder)
+    length = batches[0].shape[1]
+    plan = build_plan(encoder, sources=(str(tokens),), samples=len(batches), seq_len=length)
     same = [torch.equal(a, b[0].cpu()) for a, b in zip(plan.sequences, batches, strict=True)]
     if not all(same):
         msg = "the plan has other tokens than the plain forward runs"

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 import transformers
 
-from fp8calib.data.plan import RowEncoder, TextSettings, build_plan
+from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.model.load import load_tokenizer, open_source
 
@@ -25,13 +25,13 @@ def main(
     """Cut the data of `specs`, or a part of the built-in text, into rows of `num_tokens` ids."""
     source = open_source(model)
     vocab_size = int(source.text_config.vocab_size)
-    text = TextSettings(
+    plan = build_plan(
+        RowEncoder(lambda: load_tokenizer(source), vocab_size),
         sources=specs,
         samples=num_sequences,
         seq_len=num_tokens,
         part=cast("BuiltinPart", part),
     )
-    plan = build_plan(text, RowEncoder(lambda: load_tokenizer(source), vocab_size))
     rows = (json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in plan.sequences)
     out.write_text("".join(rows))
     print(json.dumps(describe_machine()))

@@ -21,7 +21,7 @@ from fp8calib.plugins.server.served import (
     count_prompt,
     list_served,
 )
-from fp8calib.verification.candidates import build_unscaled, emulate_kv, make_unscaled_table
+from fp8calib.verification.candidates import build_kv_candidate, emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.verify import Verification, run_verification
 from tests import zoo
@@ -175,7 +175,8 @@ def test_report_shows_both_figures_of_each_cache(tmp_path: Path) -> None:
     name = "turboquant_k8v4"
     with opened(model, tmp_path) as subject:
         own = Candidate(name=name, quantizers=CACHE_TYPES[name].quantize(subject.geometry))
-        candidates = (build_unscaled("scale-1.0", subject.geometry, E4M3FN, PLAIN), own)
+        table = make_unscaled_table(subject.geometry, E4M3FN)
+        candidates = (build_kv_candidate("scale-1.0", table, PLAIN), own)
         asked = Verification(
             model="tiny",
             geometry=subject.geometry,
