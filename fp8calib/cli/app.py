@@ -216,7 +216,14 @@ def _run(name: str, request: Any, *, as_json: bool) -> int:
         say("loading libraries")
     with slow_imports():
         implementation: Any = find_module(name)
-    _quiet_libraries()
+    # no progress bars and messages of transformers, which may not be imported yet
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if "transformers" in sys.modules:
+        from transformers.utils import logging  # noqa: PLC0415
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
     try:
         with ConsoleReporter() as reporter:
             run, rank = implementation.run, find_process_rank(os.environ)
@@ -240,17 +247,6 @@ def _run(name: str, request: Any, *, as_json: bool) -> int:
     if failure := getattr(result, "failure", ""):
         return show_error("", failure, "", result.exit_code, as_json=False)
     return result.exit_code
-
-
-def _quiet_libraries() -> None:
-    """Turn off the progress bars and messages of transformers, which may not be imported yet."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if "transformers" in sys.modules:
-        from transformers.utils import logging  # noqa: PLC0415
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
 
 
 def _show(name: str, result: Result, request: Any, *, as_json: bool) -> None:

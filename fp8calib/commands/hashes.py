@@ -52,17 +52,15 @@ def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path
     ]
     by_name = {name: _list_files(place) for name, place in scales.items()}
     every = [*weights, *texts, *(path for files in by_name.values() for path in files)]
-    different = {_find_inode(path): path for path in every}
+    status = {path: path.stat() for path in every}
+    inodes = {path: (found.st_dev, found.st_ino) for path, found in status.items()}
+    different = dict(zip(inodes.values(), inodes, strict=True))
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
         hashes = dict(zip(different, pool.map(_hash, different.values()), strict=True))
 
     def describe(files: Iterable[Path]) -> tuple[FileHash, ...]:
         return tuple(
-            FileHash(
-                name=path.name,
-                size_bytes=path.stat().st_size,
-                sha256=hashes[_find_inode(path)],
-            )
+            FileHash(name=path.name, size_bytes=status[path].st_size, sha256=hashes[inodes[path]])
             for path in files
         )
 
@@ -85,11 +83,6 @@ def _list_files(place: Path) -> list[Path]:
         and path.is_file()
         and not is_result(path)
     ]
-
-
-def _find_inode(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
 
 
 def _hash(path: Path) -> str:

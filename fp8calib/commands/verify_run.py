@@ -174,7 +174,8 @@ def run(
     for note in report.warnings:
         if note not in asked.warnings:
             reporter.warn(note)
-    logprobs = scores.list_logprobs(each.name for each in done.candidates)
+    logprobs = {"reference": scores.reference.logprobs}
+    logprobs |= {each.name: scores.candidates[each.name].logprobs for each in done.candidates}
     return finish(request, asked, report, logprobs, reporter, hashes)
 
 
@@ -182,8 +183,19 @@ def run(
 
 
 def check_request(request: VerifyRequest) -> None:
-    """Check the outputs, and the options that need no model."""
-    _check_outputs(request)
+    """Check the options that need no model; refuse outputs that would replace other files."""
+    outputs = [] if request.dump is None else [(Path(request.dump), _is_dump)]
+    if request.report is not None:
+        from fp8calib.verification.page.page import is_page
+
+        outputs.insert(0, (Path(request.report), is_page))
+    for path, is_ours in outputs:
+        check_output_file(path)
+        if path.exists() and path.stat().st_size and not is_ours(path):
+            raise UsageError(f"{path}: not written by verify", hint="name another file")
+        check_output_file(path, force=request.force)
+    if len({path.resolve() for path, _ in outputs}) < len(outputs):
+        raise UsageError(f"--report and --dump are both {outputs[0][0]}")
     if request.gate is not None:
         load_gate(request.gate)
     paths = (str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path))
@@ -200,22 +212,6 @@ def check_request(request: VerifyRequest) -> None:
             f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
             hint="use --engine vllm, or reference",
         )
-
-
-def _check_outputs(request: VerifyRequest) -> None:
-    """Refuse outputs that cannot be written or would replace other files, before hours of work."""
-    outputs = [] if request.dump is None else [(Path(request.dump), _is_dump)]
-    if request.report is not None:
-        from fp8calib.verification.page.page import is_page
-
-        outputs.insert(0, (Path(request.report), is_page))
-    for path, is_ours in outputs:
-        check_output_file(path)
-        if path.exists() and path.stat().st_size and not is_ours(path):
-            raise UsageError(f"{path}: not written by verify", hint="name another file")
-        check_output_file(path, force=request.force)
-    if len({path.resolve() for path, _ in outputs}) < len(outputs):
-        raise UsageError(f"--report and --dump are both {outputs[0][0]}")
 
 
 def _is_dump(path: Path) -> bool:

@@ -139,7 +139,7 @@ class DataPlan:
     @property
     def lengths(self) -> list[int]:
         """Per sequence: number of scored text tokens, plus one."""
-        return [length for batch in batches(self, 1) for length in batch.scored_lengths]
+        return [len(index) + 1 for batch in batches(self, 1) for index in batch.scored]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,11 +166,6 @@ class Batch:
         if self.media is not None:  # no model predicts what stands for an image
             return [(self.media.kinds[1:] == 0).nonzero().flatten()]
         return [torch.arange(length - 1) for length in self.lengths]
-
-    @property
-    def scored_lengths(self) -> list[int]:
-        """Per sequence: number of scored tokens, plus one."""
-        return [len(index) + 1 for index in self.scored]
 
     @property
     def mask(self) -> torch.Tensor | None:

@@ -150,29 +150,26 @@ class _Search:
         self._family = name_class(decoder).removesuffix("Model")
 
     def add_layers(self, prefix: str, decoder: nn.Module) -> None:
-        """Describe every decoder layer."""
-        path, blocks = self._find_blocks(decoder)
-        for index, block in enumerate(blocks):
+        """Find the list of the decoder layers, and describe each of them."""
+        count, lists = self.config.num_hidden_layers, list[str]()
+        for path, blocks in decoder.named_modules():
+            # lists inside the elements of a list do not count
+            if isinstance(blocks, nn.ModuleList) and not path.startswith(tuple(lists)):
+                if len(blocks) == count:
+                    break
+                lists.append(f"{path}.")
+        else:
+            raise ModelError(
+                f"{type(decoder).__name__}: no list of {count} decoder layers found (looked for an "
+                "nn.ModuleList of num_hidden_layers blocks)"
+            )
+        for index, block in enumerate(blocks.children()):
             module = ".".join(filter(None, (prefix, path, str(index))))
             attention, mixer = self._find_mixer(index, module, block)
             linears = tuple(self._list_linears(attention, module, block))
             self.layers.append(
                 Layer(index=index, module=module, mixer=mixer, attention=attention, linears=linears)
             )
-
-    def _find_blocks(self, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
-        """Find the list of the decoder layers; lists inside the elements of a list do not count."""
-        lists: list[str] = []
-        for name, module in decoder.named_modules():
-            if not isinstance(module, nn.ModuleList) or name.startswith(tuple(lists)):
-                continue
-            if len(module) == self.config.num_hidden_layers:
-                return name, module
-            lists.append(f"{name}.")
-        raise ModelError(
-            f"{type(decoder).__name__}: no list of {self.config.num_hidden_layers} decoder layers "
-            "found (looked for an nn.ModuleList of num_hidden_layers blocks)"
-        )
 
     def _find_mixer(self, index: int, path: str, block: nn.Module) -> tuple[Attention | None, str]:
         """Find a layer's attention (None if it caches no K and V) and the class of its mixer."""

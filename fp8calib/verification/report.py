@@ -6,7 +6,6 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -139,25 +138,6 @@ class RefusedCandidate(Frozen):
         return f"{self.name} is refused: {self.reason.removeprefix(f'{self.name}: ')}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFit:
-    """How well the scale of K, V or q fits, on the unquantized model's tensor.
-
-    Each head is compared with what the fitted scale leaves of it (`MeasurementHooks`). That leaves
-    out what the text explains: values that no scale of the tensor could keep.
-    """
-
-    clips: bool
-    """Whether any value clips."""
-    loss_db: float
-    """How much lower the SQNR of a head is than with the fitted scale, at most."""
-    worst_db: float | None
-    """The SQNR of that head; None if nothing was lost."""
-    clipped: float
-    flushed: float
-    """Shares of the values of that head, beyond those of the fitted scale."""
-
-
 class LayerResult(Frozen):
     """What quantization did to one tensor of one candidate."""
 
@@ -179,8 +159,20 @@ class LayerResult(Frozen):
     """None if there is only one scale, or `scale` is None."""
     scale_per: Granularity | Literal["head"] = Granularity.TENSOR
     """The elements that share one scale."""
-    fit: SiteFit | None = Field(default=None, exclude=True)
-    """None where the scale was not measured beside a fitted one: that of an input or a weight."""
+    loss_db: float | None = Field(default=None, exclude=True)
+    """How much lower the SQNR of a head of K, V or q is than with the fitted scale, at most, on the
+    unquantized model's tensor (`MeasurementHooks`); None where the scale was not measured beside a
+    fitted one: that of an input or a weight. This and the next are only for judging.
+
+    It leaves out what the text explains: values that no scale of the tensor could keep.
+    """
+    worst_db: float | None = Field(default=None, exclude=True)
+    """The SQNR of that head; None if nothing was lost."""
+    lost_clipped: float = Field(default=0.0, exclude=True)
+    lost_flushed: float = Field(default=0.0, exclude=True)
+    """Shares of the values of that head, beyond those of the fitted scale."""
+    clips: bool = Field(default=False, exclude=True)
+    """Whether any value clips."""
 
 
 class RuleResult(Frozen):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from fp8calib.verification.token_scores import (
     join_scores,
     open_lm_head,
     score_batch,
-    split_sequences,
 )
 
 if TYPE_CHECKING:
@@ -57,11 +56,6 @@ class Scores:
     candidates: dict[str, TokenScores]
     hooks: dict[str, EmulationHooks]
     """By candidate: they have measured the damage."""
-
-    def list_logprobs(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Give those of `reference` and of some candidates by name: fp32 [N]."""
-        mine = {name: self.candidates[name].logprobs for name in names}
-        return {"reference": self.reference.logprobs, **mine}
 
 
 def score(
@@ -165,7 +159,7 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
         return
-    parts = enumerate(split_sequences(good, batch.scored_lengths), start=batch.first)
+    parts = enumerate(torch.split(good, [len(index) for index in batch.scored]), start=batch.first)
     sample = next(number for number, part in parts if not bool(part.all()))
     error = VerificationError(
         f"{name or _REFERENCE}: NaN or inf in the logits at sample {sample} (counting from 0)",

@@ -45,7 +45,6 @@ from fp8calib.verification.report import (
     ReferenceResult,
     RefusedCandidate,
     RuleResult,
-    SiteFit,
     Verdict,
     VerifyReport,
 )
@@ -180,7 +179,7 @@ def run_verification(
         if name not in {base, SCALE_ONE}
     )
     rescore, kv, noise = partial(score, model, progress=progress), None, None
-    has_fits = any(row.fit is not None for row in rows.get(SCALE_ONE, ()))
+    has_fits = any(row.loss_db is not None for row in rows.get(SCALE_ONE, ()))
     if has_fits and (len(results) == 1 or len(cached) > 1):
         kv = _assess(asked, rows, klds, pairs, rescore)
     if asked.measures_noise:
@@ -274,26 +273,29 @@ def list_layers(
                 largest=limit,
                 smallest_scale=None if smallest == largest else smallest,
                 scale_per=per,
-                fit=None if measured is None else measure_fit(measured),
+                **({} if measured is None else measure_fit(measured)),
             )
         )
     return sorted(rows, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0, row.site))
 
 
-def measure_fit(measured: torch.Tensor) -> SiteFit:
-    """Compare a scale with the fitted one: the sums of `measure_heads` with both, [2, H, 6]."""
+def measure_fit(measured: torch.Tensor) -> dict[str, Any]:
+    """Compare a scale with the fitted one: the sums of `measure_heads` with both, [2, H, 6].
+
+    Gives the fields of a row that tell how well it fits.
+    """
     noise, least = measured[..., 1].cpu()  # the second sum of `Damage`, by head
     losses = (10 * (noise / least).log10()).clamp(max=_MOST_DB).where(noise > least, 0.0)
     worst = int(losses.argmax())
     mine, best = (Damage(*heads[worst].tolist()) for heads in measured)
     lost = [max(a - b, 0.0) for a, b in zip(mine.shares, best.shares, strict=True)]
-    return SiteFit(
-        clips=bool(measured[0, :, 2].any()),
-        loss_db=float(losses[worst]),
-        worst_db=mine.sqnr_db,
-        clipped=lost[0],
-        flushed=lost[1],
-    )
+    return {
+        "loss_db": float(losses[worst]),
+        "worst_db": mine.sqnr_db,
+        "lost_clipped": lost[0],
+        "lost_flushed": lost[1],
+        "clips": bool(measured[0, :, 2].any()),
+    }
 
 
 def _judge(
@@ -445,7 +447,8 @@ def _assess(
             klds[each.name]
             for each in asked.candidates
             if not each.weights and each.name != SCALE_ONE
-            if any(row.fit for row in rows[each.name]) and not list_losing(rows[each.name])
+            if any(row.loss_db is not None for row in rows[each.name])
+            and not list_losing(rows[each.name])
         )
         if (found := next(fitting, None)) is None:
             one = next(each for each in asked.candidates if each.name == SCALE_ONE)

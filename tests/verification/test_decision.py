@@ -30,7 +30,6 @@ from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
     Remedy,
-    SiteFit,
     Verdict,
     VerifyReport,
 )
@@ -189,9 +188,9 @@ def test_an_identical_candidate_makes_no_difference(tmp_path: Path) -> None:
     assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)
     assert result.top1_agreement == 1.0
     assert result.verdict is Verdict.NO_DIFFERENCE
-    logprobs = scores.list_logprobs(["same"])
-    assert torch.equal(logprobs["same"], logprobs["reference"])
-    assert report.tokens == 12 * 19 == len(logprobs["reference"])
+    expected = scores.reference.logprobs
+    assert torch.equal(scores.candidates["same"].logprobs, expected)
+    assert report.tokens == 12 * 19 == len(expected)
 
 
 # --- decisions from figures made by hand ----------------------------------------------------------
@@ -199,15 +198,8 @@ def test_an_identical_candidate_makes_no_difference(tmp_path: Path) -> None:
 
 def fit(layer: int, role: str = "v", *, loss_db: float = 0.0, **more: Any) -> LayerResult:
     """Make a row whose scale loses nothing against a fitted one, unless told."""
-    values: dict[str, Any] = {
-        "clips": False,
-        "loss_db": loss_db,
-        "worst_db": 30.0 - loss_db,
-        "clipped": 0.0,
-        "flushed": 0.0,
-    }
-    found = SiteFit(**values | more)
-    return make_layer("it", layer, role, site=f"layers.{layer}.attn.{role}", fit=found)
+    fields = {"loss_db": loss_db, "worst_db": 30.0 - loss_db, **more}
+    return make_layer("it", layer, role, site=f"layers.{layer}.attn.{role}", **fields)
 
 
 def candidate(
@@ -233,9 +225,9 @@ def pair(
     )
 
 
-CLIPS = fit(3, loss_db=28.0, worst_db=2.0, clipped=0.8, clips=True)
-UNDERFLOWS = fit(5, "k", loss_db=2.0, worst_db=28.0, flushed=0.004)
-QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, flushed=0.9)
+CLIPS = fit(3, loss_db=28.0, worst_db=2.0, lost_clipped=0.8, clips=True)
+UNDERFLOWS = fit(5, "k", loss_db=2.0, worst_db=28.0, lost_flushed=0.004)
+QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, lost_flushed=0.9)
 WORSE, UNSURE, SAME = "worse", "cannot-tell", "no-difference"
 PASS, WARN, FAIL, OPEN = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL
 
@@ -275,14 +267,14 @@ def test_sites_and_divergence_decide_together(
     [
         (fit(0, loss_db=0.99), False, False),
         (fit(0, loss_db=1.01), True, False),
-        (fit(0, clipped=0.0011), True, False),
-        (fit(0, clipped=0.011), True, True),
+        (fit(0, lost_clipped=0.0011), True, False),
+        (fit(0, lost_clipped=0.011), True, True),
         (fit(0, loss_db=0.5, worst_db=3.0), False, False),  # no scale of the tensor helps that head
         (fit(0, loss_db=1.1, worst_db=14.9), True, True),
-        (fit(0, loss_db=2.9, flushed=0.5), True, False),
-        (fit(0, loss_db=3.1, flushed=0.011), True, True),
-        (fit(0, loss_db=3.1, flushed=0.009), True, False),
-        (fit(0, loss_db=0.4, flushed=0.033), False, False),  # small values without energy
+        (fit(0, loss_db=2.9, lost_flushed=0.5), True, False),
+        (fit(0, loss_db=3.1, lost_flushed=0.011), True, True),
+        (fit(0, loss_db=3.1, lost_flushed=0.009), True, False),
+        (fit(0, loss_db=0.4, lost_flushed=0.033), False, False),  # small values without energy
     ],
 )
 def test_what_a_fitted_scale_would_keep_is_a_loss(
@@ -408,7 +400,7 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
      "mine: attn.input of layer 3 is distorted."),
     ("v is zeroed", lambda: misfit(loss_db=2.0), "calibrate", "",
      "mine: v of layer 3 is partly zeroed."),
-    ("v clips", lambda: misfit(loss_db=5.0, clips=True, flushed=0.02), "calibrate", "",
+    ("v clips", lambda: misfit(loss_db=5.0, clips=True, lost_flushed=0.02), "calibrate", "",
      "mine: v of layer 3 clips."),
     ("q has no scale", query, "scale-query",
      "This model needs KV scales, and mine has no scale for q of layer 7.",

@@ -210,11 +210,11 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
                     noise[index] += float(((codes - x.double()) ** 2).sum())
             noises += noise
             losses.append(max(10 * np.log10(noise[0] / noise[1]), 0.0))
-        assert fit.loss_db == pytest.approx(max(losses), abs=1e-3)
+        assert fit["loss_db"] == pytest.approx(max(losses), abs=1e-3)
         assert looking.found[SCALE_ONE, site][:, :, 1].sum(1).tolist() == pytest.approx(
             noises.tolist(), rel=1e-4
         )
-    losing = {str(site) for site, fit in fits.items() if fit.loss_db >= 1}
+    losing = {str(site) for site, fit in fits.items() if fit["loss_db"] >= 1}
     assert "model.layers.1.self_attn.k" in losing
     assert not any(".layers.0." in site for site in losing)
 

@@ -123,8 +123,8 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         if note not in told:
             reporter.warn(note)
     report = add_server(report, server, row)
-    logprobs = scores.list_logprobs(names)
-    logprobs[SERVER] = answers.scores.logprobs
+    logprobs = {"reference": scores.reference.logprobs, SERVER: answers.scores.logprobs}
+    logprobs |= {name: scores.candidates[name].logprobs for name in names}
     result = finish(request, asked, report, logprobs, reporter, hashes)
     served = compare_served(asked.candidates, scores, text.lengths) if request.decode else ()
     return ServerVerifyResult(**dict(result), server=server, served=served)

@@ -105,9 +105,9 @@ def _describe_unfit(rows: Sequence[LayerResult]) -> str:
     """Describe where scales do not fit: `k of layer 3 clips and v of layer 5 is partly zeroed`."""
     layers: dict[tuple[str, str], set[int]] = {}
     for row in rows:
-        lost = "is partly zeroed" if row.fit else "is distorted"
+        lost = "is distorted" if row.loss_db is None else "is partly zeroed"
         # else the scale is too large: with a fitted one, which clips nothing, less is lost
-        lost = "clips" if (row.fit.clips if row.fit else row.clipped) else lost
+        lost = "clips" if (row.clipped if row.loss_db is None else row.clips) else lost
         what = row.role if len(row.role) == 1 else ".".join(row.site.split(".")[-2:])
         layers.setdefault((lost, what), set()).add(row.layer)
     return " and ".join(

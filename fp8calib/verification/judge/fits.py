@@ -28,13 +28,13 @@ _MEAN_LOSS_DB = 0.4
 
 def is_damaged(row: LayerResult) -> bool:
     """Whether the scale destroys a tensor, or a head of it, that a fitted scale would keep."""
-    if (fit := row.fit) is None:
+    if row.loss_db is None:
         return False
-    if fit.clipped > MOST_CLIPPED:
+    if row.lost_clipped > MOST_CLIPPED:
         return True
-    is_lost = fit.worst_db is not None and fit.worst_db < LEAST_DB
-    return (is_lost and fit.loss_db >= LEAST_LOSS_DB) or (
-        fit.flushed > MOST_FLUSHED and fit.loss_db >= _DOUBLED_DB
+    is_lost = row.worst_db is not None and row.worst_db < LEAST_DB
+    return (is_lost and row.loss_db >= LEAST_LOSS_DB) or (
+        row.lost_flushed > MOST_FLUSHED and row.loss_db >= _DOUBLED_DB
     )
 
 
@@ -47,7 +47,7 @@ def list_unfit(rows: Sequence[LayerResult]) -> list[LayerResult]:
     unfit = (
         row
         for row in rows
-        if row.fit is None and row.sqnr_db is not None
+        if row.loss_db is None and row.sqnr_db is not None
         if row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, rows)
     )
     return [*list_losing(rows), *unfit]
@@ -58,18 +58,20 @@ def describe_damage(rows: Sequence[LayerResult]) -> str:
     unmeasured = (
         row
         for row in rows
-        if row.fit is None
+        if row.loss_db is None
         if row.clipped > MOST_CLIPPED
         or _is_lost(row)
         or (row.role in {"k", "v", "q"} and row.flushed > FLUSHED and _stands_out(row, rows))
     )
-    found = max(filter(is_damaged, rows), key=_get_loss, default=None) or next(unmeasured, None)
+    damaged = max(filter(is_damaged, rows), key=lambda row: row.loss_db or 0.0, default=None)
+    found = damaged or next(unmeasured, None)
     if found is None:
         return ""
-    measured = found.fit or found
-    sqnr_db = found.sqnr_db if found.fit is None else found.fit.worst_db
+    sqnr_db, clipped, flushed = found.sqnr_db, found.clipped, found.flushed
+    if damaged is not None:
+        sqnr_db, clipped, flushed = found.worst_db, found.lost_clipped, found.lost_flushed
     sqnr = "" if sqnr_db is None else f"an SQNR of {sqnr_db:.1f} dB, "
-    lost = f"{measured.clipped:.1%} clipped, {measured.flushed:.1%} zeroed"
+    lost = f"{clipped:.1%} clipped, {flushed:.1%} zeroed"
     return f"{found.site} (layer {found.layer}) is destroyed: {sqnr}{lost}"
 
 
@@ -94,22 +96,16 @@ def _stands_out(row: LayerResult, rows: Sequence[LayerResult]) -> bool:
     return row.sqnr_db >= LEAST_DB and is_hurt
 
 
-def _get_loss(row: LayerResult) -> float:
-    """Give what a scale loses against the fitted one, in dB; 0 if it was not measured."""
-    return 0.0 if row.fit is None else row.fit.loss_db
-
-
 def list_losing(rows: Sequence[LayerResult]) -> list[LayerResult]:
     """List the sites of K, V and q whose scale loses too much, the largest loss first."""
-    measured = [row for row in rows if row.fit is not None]
+    losses = [(row.loss_db, row) for row in rows if row.loss_db is not None]
     losing = [
-        row
-        for row in measured
-        if _get_loss(row) >= LEAST_LOSS_DB or (row.fit and row.fit.clipped > CLIPPED)
+        (loss, row) for loss, row in losses if loss >= LEAST_LOSS_DB or row.lost_clipped > CLIPPED
     ]
-    if not losing and measured and fmean(map(_get_loss, measured)) >= _MEAN_LOSS_DB:
-        losing = [row for row in measured if _get_loss(row) >= _MEAN_LOSS_DB]
-    return sorted(losing, key=lambda row: (-_get_loss(row), row.layer, "kvq".index(row.role)))
+    if not losing and losses and fmean(loss for loss, _ in losses) >= _MEAN_LOSS_DB:
+        losing = [(loss, row) for loss, row in losses if loss >= _MEAN_LOSS_DB]
+    losing.sort(key=lambda pair: (-pair[0], pair[1].layer, "kvq".index(pair[1].role)))
+    return [row for _, row in losing]
 
 
 def assess_need(
