@@ -95,12 +95,6 @@ def _list_entry_points() -> Iterator[EntryPoint]:
     yield from entry_points(group=GROUP)
 
 
-def list_commands() -> dict[str, str]:
-    """Map the commands of all plug-ins, as they are typed, to their packages."""
-    found = find_plugins().plugins.values()
-    return {typed: place for plugin in found for typed, place in plugin.commands.items()}
-
-
 def load_all(kind: Literal["formats", "engines"]) -> Iterator[Any]:
     """Import the formats or engines of all plug-ins; one that fails is left out with a warning."""
     for place in (p for found in find_plugins().plugins.values() for p in getattr(found, kind)):

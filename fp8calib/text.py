@@ -50,11 +50,6 @@ class Table:
         """Tell whether a column holds words or numbers."""
         return "words" if column in self.words else "number"
 
-    @property
-    def texts(self) -> list[list[str]]:
-        """The text of every cell, row by row."""
-        return [list(map(str, row)) for row in self.rows]
-
     def without(self, column: str) -> Table:
         """Leave out a column."""
         left = self.columns.index(column)

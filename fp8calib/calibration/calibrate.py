@@ -29,7 +29,8 @@ from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import INTERVAL_S, Journal
-from fp8calib.calibration.reductions import gpus_of, try_kernels
+from fp8calib.calibration.kernel_trial import gpus_of
+from fp8calib.calibration.reductions import try_kernels
 from fp8calib.calibration.stats_header import BackOff, Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (

@@ -8,15 +8,12 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fp8calib.calibration.batch_view import (
     HISTOGRAM_SEQUENCES,
@@ -25,7 +22,8 @@ from fp8calib.calibration.batch_view import (
     Reductions,
 )
 from fp8calib.calibration.hooks import ExpertsCall
-from fp8calib.errors import CalibrationError, Fp8CalibWarning, first_line
+from fp8calib.calibration.kernel_trial import Results, is_trusted
+from fp8calib.errors import CalibrationError
 from fp8calib.model.geometry import Site
 from fp8calib.numerics.amax import (
     amax_over,
@@ -190,57 +188,3 @@ def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Cal
         lambda: _kernels().reduce_experts(batch, call, *(x.to(device) for x in given)).tensors,
         lambda: observe_expert_down(batch, call, rows).tensors,
     )
-
-
-Results = Mapping[str, torch.Tensor]
-
-
-def gpus_of(model: nn.Module) -> set[torch.device]:
-    """Give the GPUs that hold parameters of a model."""
-    return {each.device for each in model.parameters() if each.device.type == "cuda"}
-
-
-def is_trusted(
-    device: torch.device,
-    by_kernel: Callable[[], Results],
-    by_torch: Callable[[], Results],
-    *,
-    tolerance: float = 0.0,
-) -> bool:
-    """Whether a device is CUDA's, Triton is installed, and the kernel gives torch's results.
-
-    The host waits for the device, so kernels are tried before the batches. Without the kernel
-    everything is the same, but slower; a warning says why it is not used.
-    """
-    return (
-        device.type == "cuda"
-        and find_spec("triton") is not None
-        and agree(by_kernel, by_torch, tolerance=tolerance)
-    )
-
-
-def agree(
-    by_kernel: Callable[[], Results], by_torch: Callable[[], Results], *, tolerance: float = 0.0
-) -> bool:
-    """Compare what a kernel gives with what torch gives; a warning says what is wrong.
-
-    `tolerance` is relative to each number; without it all are equal.
-    """
-    try:
-        found = {name: x.cpu() for name, x in by_kernel().items()}
-    except torch.OutOfMemoryError:  # it says nothing about the kernel
-        raise
-    except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
-        text = f"a kernel is not used: {first_line(error)}"
-        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
-        return False
-    expected = by_torch()
-    differing = [
-        name
-        for name, x in expected.items()
-        if not torch.allclose(found[name], x.cpu(), rtol=tolerance, atol=0)
-    ]
-    if differing:
-        text = f"a kernel is not used: {', '.join(differing)} differ from torch's"
-        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
-    return not differing

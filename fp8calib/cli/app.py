@@ -267,7 +267,7 @@ def _show(name: str, result: Result, request: Any, *, as_json: bool) -> None:
         elif isinstance(block, Line):
             print_text(block.text)
         else:
-            print_table(block.title, block.columns, block.texts)
+            print_table(block.title, block.columns, [list(map(str, row)) for row in block.rows])
 
 
 def _make_parameter(option: Option) -> inspect.Parameter:

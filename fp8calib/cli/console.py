@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from fp8calib.cli.signals import reraise_signal
+from fp8calib.cli.signals import received
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine import PeakMemory
 
@@ -241,7 +241,8 @@ class ConsoleReporter(ExitStack):
         Raises:
             KeyboardInterrupt: a signal came, and Python swallowed its exception.
         """
-        reraise_signal()
+        if received:
+            raise KeyboardInterrupt
         if self._stage is None:
             return
         self._progress.advance(self._task, steps)

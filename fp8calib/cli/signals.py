@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-_received: list[int] = []
-"""The signals received so far."""
+received: list[int] = []
+"""The signals so far: Python swallows the exception of one in a destructor or a callback of C."""
 
 
 def handle_signals() -> None:
@@ -16,12 +16,6 @@ def handle_signals() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
 
 
-def reraise_signal() -> None:
-    """Raise KeyboardInterrupt again: Python swallows it in a destructor or a callback of C code."""
-    if _received:
-        raise KeyboardInterrupt
-
-
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    _received.append(number)
+    received.append(number)
     raise KeyboardInterrupt

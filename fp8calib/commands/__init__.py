@@ -32,7 +32,9 @@ def spell_commands() -> dict[str, str]:
     That is a name of `COMMANDS`, or the module or the package of a plug-in.
     """
     own = {name.replace("_", "-"): name for name in COMMANDS}
-    return {**own, **plugin.list_commands(), **own}
+    found = plugin.find_plugins().plugins.values()
+    added = {typed: place for each in found for typed, place in each.commands.items()}
+    return {**own, **added, **own}
 
 
 def _list_places(command: str) -> Sequence[str]:

@@ -161,7 +161,8 @@ def run(
             asked = replace(asked, candidates=(*make_more(asked), *asked.candidates))
         for note in asked.warnings:
             reporter.warn(note)
-        mode = plan_verification(asked, model, find_scratch(request), may_share=True)
+        output = Path(request.dump or request.report or "none").absolute()
+        mode = plan_verification(asked, model, output.parent, may_share=True)
         if request.dry_run:
             return describe_plan(asked, model, mode)
         for note in (*mode.describe(), model.describe()):
@@ -337,12 +338,6 @@ def _warn_of_candidates(
 
 
 # --- the run and after it ------------------------------------------------------------------------
-
-
-def find_scratch(request: VerifyRequest) -> Path:
-    """Find the folder of hidden states that do not fit into memory."""
-    outputs = [path for path in (request.dump, request.report) if path is not None]
-    return Path(outputs[0]).absolute().parent if outputs else Path.cwd()
 
 
 def hash_inputs(

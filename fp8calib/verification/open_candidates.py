@@ -102,11 +102,9 @@ def make_candidates(
     if scheme is not None and not opened:
         made = build_scheme(scheme, scheme, target)
         others.append(fit_to_model(made, target.geometry, plain_caches))
-    # A model without a KV cache has nothing that scale 1.0 could change.
-    if target.geometry.kv_elements_per_token or not (opened or others):
-        table = make_unscaled_table(target.geometry, target.fmt)
-        made = build_kv_candidate(SCALE_ONE, table, target.numerics)
-        others.append(fit_to_model(made, target.geometry, plain_caches))
+    table = make_unscaled_table(target.geometry, target.fmt)
+    made = build_kv_candidate(SCALE_ONE, table, target.numerics)
+    others.append(fit_to_model(made, target.geometry, plain_caches))
     refused = (
         RefusedCandidate(name=name, why=error.message, hint=error.hint)
         for name, error in faults.items()

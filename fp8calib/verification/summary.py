@@ -16,7 +16,6 @@ from fp8calib.verification.report import (
 )
 from fp8calib.verification.token_scores import (
     TokenScores,
-    predicted_positions,
     select_lengths,
     split_sequences,
 )
@@ -130,7 +129,7 @@ def summarize_positions(
     The divergences of a server are unknown: None.
     """
     losses = (reference - logprobs).double()
-    positions = predicted_positions(lengths)
+    positions = torch.cat([torch.arange(1, length) for length in lengths])
     octaves = positions.double().log2().floor().long()
     results = []
     for octave in range(int(octaves.max()) + 1):

@@ -215,11 +215,6 @@ def find_largest(logits: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def predicted_positions(lengths: Sequence[int]) -> torch.Tensor:
-    """Give the position of every scored token inside its sequence: int64 [N], from 1."""
-    return torch.cat([torch.arange(1, length) for length in lengths])
-
-
 def select_lengths(chosen: torch.Tensor, lengths: Sequence[int]) -> list[int]:
     """Give the lengths of what is left if only the chosen scored tokens, bool [N], are kept."""
     counts = (int(part.sum()) for part in split_sequences(chosen, lengths))

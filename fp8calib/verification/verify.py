@@ -112,17 +112,6 @@ class Verification:
     """Candidates that are left out, with the reason."""
     warnings: tuple[str, ...] = ()
 
-    @property
-    def batches(self) -> list[Batch]:
-        """The text, in batches."""
-        return list(batches(self.plan, self.batch_size))
-
-    @property
-    def scored(self) -> list[Candidate]:
-        """What is scored together: the candidates, what runs beside them, and the rules."""
-        rules = (replace(each, name=_RULE + name) for name, each in self.rules.items())
-        return [*self.candidates, *self.others, *rules]
-
 
 def run_verification(
     asked: Verification, model: PreparedModel | StreamedModel, progress: Progress
@@ -132,12 +121,13 @@ def run_verification(
     Returns:
         What was asked, without the candidates that failed; the report; what it is made from.
     """
-    started = time.monotonic()
+    started, text = time.monotonic(), list(batches(asked.plan, asked.batch_size))
+    rules = [replace(each, name=_RULE + name) for name, each in asked.rules.items()]
     while True:
         hooks = MeasurementHooks(asked.candidates)
         try:
             scores = score(
-                *(model, asked.scored, asked.batches, hooks),
+                *(model, [*asked.candidates, *asked.others, *rules], text, hooks),
                 progress=progress,
                 stage="verifying",
                 watched=asked.watched,
@@ -181,7 +171,7 @@ def run_verification(
     rescore, kv, noise = partial(score, model, progress=progress), None, None
     has_fits = any(row.loss_db is not None for row in rows.get(SCALE_ONE, ()))
     if has_fits and (len(results) == 1 or len(cached) > 1):
-        kv = _assess(asked, rows, klds, pairs, rescore)
+        kv = _assess(asked, rows, klds, pairs, partial(rescore, batches=text))
     if asked.measures_noise:
         noise = measure_noise(
             *(asked.plan, asked.batch_size, scores.reference.logprobs),
@@ -354,7 +344,8 @@ def plan_verification(
     """
     if model.is_placed:
         return MemoryPlan()
-    text, scored = asked.batches, asked.scored
+    text = list(batches(asked.plan, asked.batch_size))
+    scored = [*asked.candidates, *asked.others, *asked.rules.values()]
     logits = scoring_bytes(
         torch.device(model.device),
         int(model.source.text_config.vocab_size),
@@ -459,7 +450,7 @@ def _assess(
                 for site, quantizer in one.quantizers.items()
             }
             fitted = Candidate(name=_FITTED, quantizers=quantizers)
-            found = rescore([fitted], asked.batches, stage=_FITTED).candidates[_FITTED].klds
+            found = rescore([fitted], stage=_FITTED).candidates[_FITTED].klds
         fp8 = found
         both = {SCALE_ONE: klds[SCALE_ONE], _FITTED: fp8}
         added = compare_paired(SCALE_ONE, _FITTED, both, asked.plan.lengths)

@@ -17,7 +17,7 @@ from fp8calib.calibration import reductions
 from fp8calib.calibration.batch_view import BatchView, Reductions
 from fp8calib.calibration.calibration_stats import join
 from fp8calib.calibration.hooks import ExpertsCall
-from fp8calib.calibration.reductions import agree
+from fp8calib.calibration.kernel_trial import agree
 from fp8calib.model.geometry import Role, Site
 from tests.kit.minutes import HAS_MINUTES
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import HookedCache
-from fp8calib.calibration.reductions import agree
+from fp8calib.calibration.kernel_trial import agree
 from fp8calib.data.sequences import Batch
 from fp8calib.model.topology import find_geometry
 from fp8calib.numerics.amax import tokens_first

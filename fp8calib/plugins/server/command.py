@@ -15,7 +15,6 @@ from fp8calib.commands.verify_run import (
     check_request,
     complete_report,
     describe_plan,
-    find_scratch,
     finish,
     hash_inputs,
     open_verification,
@@ -86,7 +85,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             mode = plan_verification(
                 asked,
                 model,
-                find_scratch(request),
+                Path(request.dump or request.report or "none").absolute().parent,
                 cannot_stream=explain_streaming(request),
             )
         except UsageError as error:

@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.plugins.server.result import EstimateResult
 from fp8calib.verification.summary import average
-from fp8calib.verification.token_scores import predicted_positions, select_lengths
+from fp8calib.verification.token_scores import select_lengths
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""
@@ -24,7 +24,7 @@ _LARGEST_LOG = 300.0
 
 def average_written(values: torch.Tensor, lengths: Sequence[int], num_given: int) -> EstimateResult:
     """Average values [N] over the tokens that were written; `num_given` begin every sequence."""
-    is_own = predicted_positions(lengths) >= num_given
+    is_own = torch.cat([torch.arange(1, length) for length in lengths]) >= num_given
     value, se = average(values[is_own], select_lengths(is_own, lengths))
     return EstimateResult(value=value, se=se)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import AttentionCall, ExpertsCall, HookedCache, open_hooks
-from fp8calib.calibration.reductions import gpus_of, is_trusted
+from fp8calib.calibration.kernel_trial import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.geometry import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.model.prepared import PreparedModel

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from fp8calib.calibration.hooks import AttentionCall
-from fp8calib.calibration.reductions import Results, is_trusted
+from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.numerics.cast import round_positive_
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.fake_quantize import (

@@ -80,7 +80,16 @@ def conclude(report: VerifyReport) -> VerifyReport:
     return report.model_copy(update={"decision": decision, "kv": need})
 
 
-def _decide(headline: str, *details: str, remedy: Remedy = "none", candidate: str = "") -> Decision:
+def _decide(
+    headline: str,
+    *details: str,
+    remedy: Remedy = "none",
+    candidate: str = "",
+    failed: CandidateResult | None = None,
+) -> Decision:
+    """Make a decision; if the best candidate has `failed`, layers in 16 bits may help."""
+    if failed is not None and failed.verdict is not Verdict.CANNOT_TELL:
+        details, remedy, candidate = (*details, _LEAVE_LAYERS), "find-layers", failed.name
     lines = "\n".join(details)
     return Decision(headline=headline, details=lines, remedy=remedy, candidate=candidate)
 
@@ -202,7 +211,7 @@ def _decide_without(
         headline = f"Scale 1.0 {warning}: use {best}."
         return _decide(headline, *details, remedy="use", candidate=best)
     if fault:
-        return _decide_on_fault(f"{_NOT_NEEDED}, but an FP8 cache {fault}.", details, one)
+        return _decide(f"{_NOT_NEEDED}, but an FP8 cache {fault}.", *details, failed=one)
     if SCALE_ONE in report.unusable:
         return _decide(f"{_NOT_NEEDED}, but the engine cannot load it.", *details, _OTHER_ENGINE)
     return _decide(f"{_NOT_NEEDED}.", *details, remedy="serve", candidate=SCALE_ONE)
@@ -222,7 +231,7 @@ def _choose_scaled(
     name, kld = best.name, format_mean_kld(best.kld_mean, best.kld_se)
     cost = f"{name} costs KLD {kld}"
     if fault := _find_fault(best, report):
-        return _decide_on_fault(f"{_NEEDED}. {name} fits, but {fault}.", [where, f"{cost}."], best)
+        return _decide(f"{_NEEDED}. {name} fits, but {fault}.", where, f"{cost}.", failed=best)
     removed = next(format_difference(pair) for pair in need.removed if pair.candidate == name)
     # `where` has the cost of the scales that fit best
     gain = [] if kld in where else [f"{cost}: {removed} against scale 1.0."]
@@ -284,14 +293,6 @@ def _find_fault(one: CandidateResult, report: VerifyReport) -> str:
     if one.verdict is Verdict.FAIL or (report.is_strict and one.verdict is Verdict.WARN):
         return f"fails the {one.gate} gate" if report.has_gate else "loses much"
     return _VERDICTS[one.verdict] if one.verdict is Verdict.CANNOT_TELL else ""
-
-
-def _decide_on_fault(headline: str, details: Sequence[str], one: CandidateResult) -> Decision:
-    """Decide where the best candidate does not pass."""
-    if one.verdict is Verdict.CANNOT_TELL:
-        return _decide(headline, *details)
-    details = [*details, _LEAVE_LAYERS]
-    return _decide(headline, *details, remedy="find-layers", candidate=one.name)
 
 
 def _compare_with_best(
