@@ -23,7 +23,7 @@ from fp8calib.model.topology import (
     is_linear,
     is_matrix,
 )
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.weight_source import WeightSource, group_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,9 @@ def check_stored_parameters(weights: WeightSource) -> None:
         found = stored.tensors[tensor].shape
         if name in known and tuple(found) != tuple(known[name].shape):
             raise mismatch_error(stored.folder, name, found, known[name].shape)
-    for names in weights.list_stacked():
+    # the tensors of one projection of all experts of a layer
+    stacks = (names for parts in weights.parts.values() for names in group_parts(parts).values())
+    for names in stacks:
         shape = stored.tensors[names[0]].shape
         for name in names:
             if (found := stored.tensors[name].shape) != shape:

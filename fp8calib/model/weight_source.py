@@ -54,6 +54,8 @@ class WeightSource:
         source: the checkpoint that tensors are read from.
         single_tensors: parameter -> name of its tensor, for each that is one whole tensor.
         parameters: parameter or buffer -> all parameters that are made from the same tensors.
+        parts: name in the model -> the tensors that are loaded into it, each with the pattern of
+            the converter that joins it to others, or None.
         unmatched: name that the model has no parameter for -> the tensors that would be loaded
             into it.
     """
@@ -72,7 +74,7 @@ class WeightSource:
             if isinstance(entry, WeightConverter)
             for pattern in entry.source_patterns
         }
-        self._parts = _map_names(model, checkpoint, conversions)
+        self.parts = _map_names(model, checkpoint, conversions)
         # not the changes of a prefix that the checkpoint does not have
         self._renamings = [
             entry.reverse_transform()
@@ -82,13 +84,13 @@ class WeightSource:
         ]
         self.single_tensors: Mapping[str, str] = {
             parameter: parts[0][0]
-            for parameter, parts in self._parts.items()
+            for parameter, parts in self.parts.items()
             if len(parts) == 1 and parts[0][1] is None
         }
         known = model.state_dict().keys()
         self.parameters: dict[str, tuple[str, ...]] = {}
         self.unmatched: dict[str, tuple[str, ...]] = {}
-        for name, parts in self._parts.items():
+        for name, parts in self.parts.items():
             pattern = parts[0][1]
             if name not in known:
                 self.unmatched[name] = tuple(tensor for tensor, _ in parts)
@@ -129,20 +131,15 @@ class WeightSource:
             path = own.rpartition(".")[0].rpartition(".")[0]
             found += [
                 name
-                for name, pattern in self._parts[parameter]
+                for name, pattern in self.parts[parameter]
                 if not (name == own if pattern is None else name.startswith(f"{path}."))
             ]
         return found
 
     def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
         """List the tensors of the checkpoint that `parameters` are made from."""
-        parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
+        parts = (part for parameter in parameters for part in self.parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
-
-    def list_stacked(self) -> Iterator[list[str]]:
-        """List the tensors that have one shape: one projection of all experts of a layer."""
-        for parts in self._parts.values():
-            yield from _group(parts).values()
 
     def reading_from(self, source: Any) -> WeightSource:
         """Copy this object to read from `source`, which has the tensor names of the checkpoint.
@@ -191,7 +188,7 @@ class WeightSource:
             for expert in range(self.source.tensors[name].shape[0]):
                 yield self.source.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):
-            by_pattern = _group(parts)
+            by_pattern = group_parts(parts)
             for names in zip(*by_pattern.values(), strict=True):
                 one_expert = list(zip(names, by_pattern, strict=True))
                 yield self._convert(parameter, one_expert)[parameter][0]
@@ -199,11 +196,11 @@ class WeightSource:
             yield from self._convert(parameter, parts)[parameter]
 
     def _find(self, parameter: str) -> list[_Part]:
-        if parameter not in self._parts:
+        if parameter not in self.parts:
             raise ModelError(
                 f"{self.source.folder}: the checkpoint holds no tensor for {parameter}"
             )
-        return self._parts[parameter]
+        return self.parts[parameter]
 
     def _convert(self, parameter: str, parts: list[_Part]) -> dict[str, torch.Tensor]:
         converter = deepcopy(self._converters[str(parts[0][1])])
@@ -223,7 +220,7 @@ class WeightSource:
         }
 
 
-def _group(parts: Iterable[_Part]) -> Mapping[str | None, list[str]]:
+def group_parts(parts: Iterable[_Part]) -> Mapping[str | None, list[str]]:
     """Group tensors by the pattern of the conversion that takes them."""
     by_pattern: dict[str | None, list[str]] = defaultdict(list)
     for name, pattern in parts:

@@ -114,17 +114,6 @@ def fit_to_model(
     Refuse a candidate that quantizes nothing, or whose sites the model lacks.
     """
     known = {layer.index: attention for layer, attention in geometry.attentions()}
-    if unknown := sorted(set(plain_caches) - known.keys()):
-        raise UsageError(
-            f"layer {unknown[0]} has no KV cache that could stay in 16 bits",
-            hint=f"layers with one: {format_ranges(known)}",
-        )
-    if shared := sorted(set(geometry.with_readers(plain_caches)) - set(plain_caches)):
-        raise UsageError(
-            f"{name_ranges(shared)}: of the same KV cache "
-            "as a layer in 16 bits, which would be read as if it were quantized",
-            hint="name all layers that share a cache, or none",
-        )
     modules = {attention.module for attention in known.values()}
     modules |= {linear.module for _, linear in geometry.linears()}
     if lacking := [site for site in candidate.quantizers if site.module not in modules]:
@@ -133,6 +122,17 @@ def fit_to_model(
             hint="are the scales of this model?",
         )
     if plain_caches:
+        if unknown := sorted(set(plain_caches) - known.keys()):
+            raise UsageError(
+                f"layer {unknown[0]} has no KV cache that could stay in 16 bits",
+                hint=f"layers with one: {format_ranges(known)}",
+            )
+        if shared := sorted(set(geometry.with_readers(plain_caches)) - set(plain_caches)):
+            raise UsageError(
+                f"{name_ranges(shared)}: of the same KV cache "
+                "as a layer in 16 bits, which would be read as if it were quantized",
+                hint="name all layers that share a cache, or none",
+            )
         plain = {known[index].module for index in plain_caches}
         where = f"; layers {format_ranges(sorted(plain_caches))} in 16 bits"
         candidate = replace(

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import fp8calib.machine as memory
-from fp8calib.cli import console, signals
+from fp8calib.cli import console
 from fp8calib.cli.console import print_table, print_text, say, warn
 
 
@@ -95,6 +95,6 @@ def test_a_signal_that_python_swallowed_interrupts_at_the_next_step(
     with console.ConsoleReporter() as bar:
         bar.stage("calibrate", 2, unit="batches")
         bar.advance(1)
-        monkeypatch.setattr(signals, "_received", [signal.SIGTERM])
+        monkeypatch.setattr(console, "received", [signal.SIGTERM])
         with pytest.raises(KeyboardInterrupt):
             bar.advance(1)
