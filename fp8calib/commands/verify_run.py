@@ -266,10 +266,8 @@ def open_verification(
     fmt, scheme = FP8_FORMATS[request.fp8_dtype], request.scheme
     geometry = model.prepared.geometry
     target = Target(
-        checkpoint=model.checkpoint,
+        prepared=model.prepared,
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
-        geometry=geometry,
-        model=model.prepared.model,
         numerics=numerics,
         fmt=fmt,
     )

@@ -10,7 +10,6 @@ import torch
 
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.origin import CalibrationOrigin, calibrate_first
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.arithmetic import Numerics, find_served_dtype
 from fp8calib.errors import (
     ModelError,
@@ -23,9 +22,8 @@ from fp8calib.errors import (
 from fp8calib.formats.convert import fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
-from fp8calib.model.load import LoadedModel
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.tensor_parallel import rank_range
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
 from fp8calib.verification.emulation.candidate import Candidate, Reads
@@ -36,11 +34,9 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 class Target:
     """The unquantized model that candidates are made for, and how they are emulated."""
 
-    checkpoint: Checkpoint
-    fingerprint: str
-    geometry: ModelGeometry
-    model: LoadedModel
+    prepared: PreparedModel
     """It may be without weights."""
+    fingerprint: str
     numerics: Numerics
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
@@ -52,7 +48,7 @@ def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> 
     A model in memory may have another config and dtype than its files. Without weights, in a dry
     run, there is nothing to compare.
     """
-    checkpoint = target.checkpoint
+    checkpoint = target.prepared.weights.source
     if origin is None or origin.model == target.fingerprint or not checkpoint.has_weights:
         return
     # most scales are of the very files
@@ -163,7 +159,7 @@ def build_scheme(
     from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
     from fp8calib.verification.emulation.weights import emulate_planned  # noqa: PLC0415
 
-    found, fmt = find_scheme(scheme), target.fmt
+    found, fmt, prepared = find_scheme(scheme), target.fmt, target.prepared
     if found.has_static_inputs and stats is None:
         raise UsageError(
             f"--scheme {scheme}: its input scales come from calibration",
@@ -171,9 +167,9 @@ def build_scheme(
         )
     emulation = emulate_planned(
         make_settings(scheme, ignore=ignore),
-        find_selection(target.checkpoint, ignore=ignore),
-        target.geometry,
-        WeightSource(target.model, target.checkpoint),
+        find_selection(prepared.weights.source, ignore=ignore),
+        prepared.geometry,
+        prepared.weights,
         target.numerics,
         fmt=fmt,
         scale_input=InputScales(stats, fmt=fmt).of if stats and found.has_static_inputs else None,

@@ -87,16 +87,13 @@ def emulate(
         stack.enter_context(borrowed(model))
         checkpoint = LiveCheckpoint(model)
         prepared = prepare(model, checkpoint)
-        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         target = Target(
-            checkpoint=checkpoint,
-            fingerprint=fingerprint,
-            geometry=prepared.geometry,
-            model=model,
+            prepared=prepared,
+            fingerprint=fingerprint_model(checkpoint.load_config(), checkpoint),
             numerics=numerics,
             fmt=FP8_FORMATS[fp8_dtype],
         )
-        made = fit_to_model(_make_candidate(candidate, target), target.geometry)
+        made = fit_to_model(_make_candidate(candidate, target), prepared.geometry)
         if made.weights:
             checkpoint.hold()
         for note in made.notes:
@@ -117,7 +114,7 @@ def _make_candidate(given: object, target: Target) -> Candidate:
     if isinstance(given, ScaleTable):
         return build_kv_candidate("scales", given, target.numerics, origin="given")
     if given == SCALE_ONE:
-        table = make_unscaled_table(target.geometry, target.fmt)
+        table = make_unscaled_table(target.prepared.geometry, target.fmt)
         return build_kv_candidate(SCALE_ONE, table, target.numerics)
     if isinstance(given, str) and given in SCHEMES:
         return build_scheme(given, given, target)

@@ -94,17 +94,17 @@ def make_candidates(
                     f"{target.fmt.name}",
                     hint=f"use --fp8-dtype {table.fmt.name}",
                 )
-            opened.append(fit_to_model(made, target.geometry, plain_caches))
+            opened.append(fit_to_model(made, target.prepared.geometry, plain_caches))
         except (ModelError, VerificationError) as error:
             faults[name] = error
     if faults and not opened:
         raise next(iter(faults.values()))
     if scheme is not None and not opened:
         made = build_scheme(scheme, scheme, target)
-        others.append(fit_to_model(made, target.geometry, plain_caches))
-    table = make_unscaled_table(target.geometry, target.fmt)
+        others.append(fit_to_model(made, target.prepared.geometry, plain_caches))
+    table = make_unscaled_table(target.prepared.geometry, target.fmt)
     made = build_kv_candidate(SCALE_ONE, table, target.numerics)
-    others.append(fit_to_model(made, target.geometry, plain_caches))
+    others.append(fit_to_model(made, target.prepared.geometry, plain_caches))
     refused = (
         RefusedCandidate(name=name, why=error.message, hint=error.hint)
         for name, error in faults.items()
@@ -131,7 +131,7 @@ def make_rules(
         own = ScaleRules(rule=rule)
         table = compute_kv_scales(first.stats, target.fmt, rules=own, query=has_query)
         made = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
-        found[str(rule)] = fit_to_model(made, target.geometry, plain_caches)
+        found[str(rule)] = fit_to_model(made, target.prepared.geometry, plain_caches)
     return found
 
 
@@ -171,7 +171,7 @@ def open_candidate(
 
             return open_file(name, path, target)
     check_model(name, given.origin, target)
-    stats = _rename_sites(given, target.geometry)
+    stats = _rename_sites(given, target.prepared.geometry)
     if scheme is not None:
         made = build_scheme(name, scheme, target, stats)
     else:

@@ -34,15 +34,15 @@ def open_file(name: str, path: Path, target: Target) -> Candidate:
         return _open_checkpoint(name, path, target)
     table = _read_scales(name, path, target)
     made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
-    found = _check_weights(path, target) if target.checkpoint.has_weights else ""
-    if found and not target.checkpoint.form:
+    found = _check_weights(path, target) if target.prepared.weights.source.has_weights else ""
+    if found and not target.prepared.weights.source.form:
         note = f"only its KV scales are emulated, not its weights: {found}"
         made = replace(made, notes=(*made.notes, note))
     return replace(made, origin=table.origin)
 
 
 def _read_scales(name: str, path: Path, target: Target) -> ScaleTable:
-    table = read_scales(path, target.geometry, fills_layers=True)
+    table = read_scales(path, target.prepared.geometry, fills_layers=True)
     check_model(name, table.origin, target)
     return table
 
@@ -62,12 +62,12 @@ def _check_weights(path: Path, target: Target) -> str:
             if len(entry.shape) > 1 and entry.dtype not in PLAIN_DTYPES:
                 quantized = quantized or f"{name} is {entry.dtype}"
                 continue
-            own = target.checkpoint.tensors.get(name)
+            own = target.prepared.weights.source.tensors.get(name)
             if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
                 continue
             if own.shape != entry.shape or overlay.sample_bytes(
                 name, _SAMPLE_BYTES
-            ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
+            ) != target.prepared.weights.source.sample_bytes(name, _SAMPLE_BYTES):
                 raise ModelError(
                     f"{path}: its {name} is not that of the model, so the scales belong to "
                     "another model",
@@ -93,8 +93,10 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     require_format(path, checkpoint.load_config())
     _check_config(checkpoint, target)
     check_model(name, checkpoint.origin, target)
-    source = WeightSource(target.model, checkpoint)
-    emulation = emulate_stored(checkpoint, target.checkpoint, target.geometry, source, numerics)
+    source = WeightSource(target.prepared.model, checkpoint)
+    emulation = emulate_stored(
+        checkpoint, target.prepared.weights.source, target.prepared.geometry, source, numerics
+    )
     what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
     kv = Candidate(name=name)
     if has_kv_scales(path):
@@ -134,7 +136,7 @@ _IDLE = {
 
 def _check_config(checkpoint: Checkpoint, target: Target) -> None:
     """Refuse a checkpoint that engines compute in another way than the model."""
-    if other := find_other_setting(checkpoint.load_config(), target.model.config):
+    if other := find_other_setting(checkpoint.load_config(), target.prepared.model.config):
         raise ModelError(
             f"{checkpoint.folder}: its config.json is not that of the model: {other}",
             hint="engines follow it: copy the value from the model's config.json",

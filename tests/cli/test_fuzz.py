@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_emulated
@@ -36,6 +35,7 @@ from fp8calib.errors import (
     VerificationError,
 )
 from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.prepared import prepare
 from fp8calib.verification.candidates import Target
 from fp8calib.verification.open_candidates import open_candidate
 from tests.cli import quantized_sources as sources
@@ -95,10 +95,8 @@ def bench(calibrated: tuple[Path, Outcome], model: Path, tmp_path_factory: Any) 
     sources.save_npz(outside / "rank0.npz")
     checkpoint = Checkpoint.open(model)
     target = Target(
-        checkpoint=checkpoint,
+        prepared=prepare(build_skeleton(open_source(str(model))), checkpoint),
         fingerprint=fingerprint_model(checkpoint.load_config(), checkpoint),
-        geometry=load_stats_file(calibrated[0] / "stats.safetensors").geometry,
-        model=build_skeleton(open_source(str(model))),
         numerics=find_emulated("vllm")[1],
     )
     return Bench(model=model, calibrated=calibrated[0], target=target, outside=outside)

@@ -21,8 +21,7 @@ from fp8calib.errors import ExportError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import KV_ROLES, Site
-from fp8calib.model.load import LoadedModel
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
@@ -74,7 +73,7 @@ class Choices:
 
     def __init__(self, opened: OpenedPlan, stats: RunStats) -> None:
         self._opened, self._stats = opened, stats
-        linears = find_selection(opened.target.checkpoint).require()
+        linears = find_selection(opened.model.checkpoint).require()
         matrices = {each.module: each for each in linears.quantized}
         self._members: dict[str, tuple[Matrix, ...]] = {
             name: tuple(matrices[module] for module in modules)
@@ -107,11 +106,11 @@ class Choices:
         if self.refused_cache:
             yield f"the KV cache stays in 16 bits: {self.refused_cache}"
 
-    def open(self, model: LoadedModel) -> Choices:
-        """Find the units of `model`, which may be without weights."""
-        self._parts = {name: self._split(name, model) for name in self._sizes}
+    def open(self, prepared: PreparedModel) -> Choices:
+        """Find the units of a model, which may be without weights."""
+        self._parts = {name: self._split(name, prepared) for name in self._sizes}
         self.units = (*self._list_linears(), *self._list_caches())
-        stored = sum(each.size_bytes for each in self._opened.target.checkpoint.tensors.values())
+        stored = sum(each.size_bytes for each in self._opened.model.checkpoint.tensors.values())
         caches = [unit for unit in self.units if unit.sites]
         linears = [unit for unit in self.units if unit.linears]
         self.fixed_bytes = stored - count_bytes(linears, {}) + 8 * len(caches)
@@ -185,23 +184,22 @@ class Choices:
         """List the linears that cannot have a scheme."""
         return [each.module for unit in self._refused[name] for each in self._members[unit]]
 
-    def _split(self, name: str, model: LoadedModel) -> dict[str, Candidate]:
+    def _split(self, name: str, prepared: PreparedModel) -> dict[str, Candidate]:
         """Split the emulation of a scheme by unit; what no hook sees is left out."""
-        target = replace(self._opened.target, model=model)
+        target = replace(self._opened.target, prepared=prepared)
         whole = build_scheme(name, name, target, self._stats, ignore=self._list_ignored(name))
-        source = WeightSource(model, target.checkpoint)
         unit_of = {each.source: unit for unit, found in self._members.items() for each in found}
         modules: dict[str, set[str]] = defaultdict(set)
         for change in whole.weights:
             own = {site.module for each in change.parameters for site in each.sites}
-            for tensor in source.tensor_names([each.name for each in change.parameters]):
+            for tensor in prepared.weights.tensor_names([each.name for each in change.parameters]):
                 modules[unit_of[tensor]] |= own
         return {
             unit: keep_modules(whole, frozenset(paths)) for unit, paths in modules.items() if paths
         }
 
     def _list_linears(self) -> Iterator[Unit]:
-        parts, layer_of = self._parts, self._opened.target.geometry.index_modules()
+        parts, layer_of = self._parts, self._opened.target.prepared.geometry.index_modules()
         for unit, matrices in self._members.items() if self._opened.schemes else ():
             refused = {
                 name: found.get(unit, "its inputs cannot be emulated")
@@ -223,9 +221,7 @@ class Choices:
     # --- caches ---------------------------------------------------------------------------------
 
     def _explain_refused_cache(self) -> str:
-        opened, geometry = self._opened, self._opened.target.geometry
-        if not geometry.kv_elements_per_token:
-            return "the model has no KV cache"
+        opened, geometry = self._opened, self._opened.target.prepared.geometry
         if not opened.request.kv_tokens:
             return "--kv-tokens 0"
         sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
@@ -239,7 +235,7 @@ class Choices:
 
     def _list_caches(self) -> Iterator[Unit]:
         """List the caches that layers write, each with the layers that read it."""
-        opened, geometry = self._opened, self._opened.target.geometry
+        opened, geometry = self._opened, self._opened.target.prepared.geometry
         for index, attention in geometry.owners().items() if not self.refused_cache else ():
             elements = attention.kv_elements_per_token * opened.request.kv_tokens
             yield Unit(
@@ -269,7 +265,7 @@ class Choices:
         )
 
     def _emulate_cache(self, plan: Plan) -> Candidate:
-        geometry = self._opened.target.geometry
+        geometry = self._opened.target.prepared.geometry
         own = (site for unit in self.units for site in unit.sites)
         rules = {site: plan[str(site)] for site in own if str(site) in plan}
         if not rules:

@@ -122,10 +122,8 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
             budget=budget,
             model=model,
             target=Target(
-                checkpoint=model.checkpoint,
+                prepared=model.prepared,
                 fingerprint=fingerprint,
-                geometry=model.prepared.geometry,
-                model=model.prepared.model,
                 numerics=numerics,
             ),
             recipe=recipe,

@@ -129,7 +129,7 @@ def open_measured_model(
 ) -> Iterator[StreamedModel]:
     """Open the model layer by layer, in as much memory as a full round of plans needs."""
     model, first, second = opened.model, opened.search, opened.held_out
-    *_, whole = list_uniform(choices.open(model.prepared.model).units).values()
+    *_, whole = list_uniform(choices.open(model.prepared).units).values()
     moved = {len(first.sequences) + index: row for index, row in second.media.items()}
     texts = (*first.sequences, *second.sequences)
     asked = Verification(
@@ -146,5 +146,5 @@ def open_measured_model(
         reporter.say(text)
     with open_scored(asked, model, mode, reporter) as scored:
         assert isinstance(scored, StreamedModel)  # noqa: S101 -- always streamed
-        choices.open(scored.model)
+        choices.open(scored.prepared)
         yield scored

@@ -51,13 +51,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
 def build_candidates(setup: Setup, numerics: Numerics) -> dict[str, Candidate]:
     """Calibrate, and build a KV candidate and a static W8A8 one from the statistics."""
     stats = setup.calibrate()
-    target = Target(
-        checkpoint=setup.checkpoint,
-        fingerprint="",
-        geometry=setup.prepared.geometry,
-        model=setup.model,
-        numerics=numerics,
-    )
+    target = Target(prepared=setup.prepared, fingerprint="", numerics=numerics)
     return {
         "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), numerics, origin="bench"),
         "w8a8": build_scheme("w8a8", "fp8-static", target, stats),
