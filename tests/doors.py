@@ -27,7 +27,7 @@ from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.calibration.stats_header import BackOff, Observe
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
@@ -86,7 +86,7 @@ class WorkShare:
 
     shard: Share | None = None
     journal: Journal | None = None
-    back_offs: list[BackOff] = field(default_factory=list)
+    back_offs: list[dict[str, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.reductions import try_kernels
-from fp8calib.calibration.stats_header import BackOff, Skipped, StatsShard
+from fp8calib.calibration.stats_header import Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
     check_other_weights,
@@ -91,11 +91,12 @@ class _Run:
     """A job that runs.
 
     Attributes:
-        back_offs: where batches became smaller because memory ran out.
+        back_offs: where batches became smaller because memory ran out: `first`, the first sequence,
+            and `batch_size`, the size from there.
     """
 
     def __init__(self, job: CalibrationJob, journal: Journal | None) -> None:
-        self.back_offs: list[BackOff] = []
+        self.back_offs: list[dict[str, int]] = []
         self._job, self._journal, self._progress = job, journal, job.progress
         model, self._prepared = job.model, job.model.prepared
         if job.engine is None and not job.mode.is_streamed:
@@ -252,7 +253,7 @@ class _Run:
             torch.cuda.empty_cache()
         else:
             return_freed_memory()
-        self.back_offs.append(BackOff(first=first, batch_size=size))
+        self.back_offs.append({"first": first, "batch_size": size})
 
     # --- passes -----------------------------------------------------------------------------------
 

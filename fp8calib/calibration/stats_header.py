@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import (
@@ -52,14 +51,6 @@ class Observe(Frozen):
     def needs_forward(self) -> bool:
         """Whether a forward pass is needed; weights are read without one."""
         return self.kv or self.query or self.inputs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackOff:
-    """Where batches had to become smaller: their first sequence, and their size from there."""
-
-    first: int
-    batch_size: int
 
 
 class Skipped(Frozen):

@@ -16,7 +16,7 @@ from fp8calib.checkpoint.model_config import (
     find_quantization_configs,
 )
 from fp8calib.checkpoint.tensor_file import TensorFile, TensorReader
-from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
+from fp8calib.checkpoint.weight_index import INDEX_NAME, WeightIndex, find_weights
 from fp8calib.errors import ModelError
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
@@ -50,7 +50,7 @@ class Checkpoint(TensorReader):
         unlisted: list[tuple[str, str]] = []
         for file in files:
             for name in file.tensors:
-                if index is None or index.weight_map.get(name) == file.path.name:
+                if index is None or index["weight_map"].get(name) == file.path.name:
                     self._files[name] = file
                 else:
                     unlisted.append((file.path.name, name))
@@ -70,13 +70,12 @@ class Checkpoint(TensorReader):
         """
         names, index = find_weights(folder)
         checkpoint = cls(folder, files=[TensorFile(folder / name) for name in names], index=index)
-        absent = [] if index is None else [n for n in index.weight_map if n not in checkpoint]
-        if index is not None and absent:
-            raise ModelError(
-                f"{index.path}: the tensor {absent[0]!a:.200} is not in "
-                f"{index.weight_map[absent[0]]}",
-                hint="index and shards do not match; download both again",
-            )
+        for name, file in index["weight_map"].items() if index else ():
+            if name not in checkpoint.tensors:
+                raise ModelError(
+                    f"{folder / INDEX_NAME}: the tensor {name!a:.200} is not in {file}",
+                    hint="index and shards do not match; download both again",
+                )
         return checkpoint
 
     @property
@@ -115,9 +114,6 @@ class Checkpoint(TensorReader):
     def find_file(self, name: str) -> TensorFile:
         """Find the file that holds a tensor."""
         return self._files[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
 
     def close(self) -> None:
         """Close all files; a later read opens its file again."""

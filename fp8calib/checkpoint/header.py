@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.json_files import parse_unique_keys
 from fp8calib.errors import ModelError, shorten
 from fp8calib.numerics.arrays import STORED_DTYPES
@@ -63,7 +63,7 @@ def read_header(path: Path) -> tuple[Mapping[str, TensorEntry], Mapping[str, str
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file" if not path.exists() else f"{path}: not a file")
-    if (ranged := find_ranged_file(path)) is not None:
+    if (ranged := RANGED_FILES.get(path)) is not None:
         ranged.fetch_header()
     try:
         with path.open("rb") as file:

@@ -36,8 +36,8 @@ _GAP_BLOCKS = 4
 """Reading this many blocks in between costs less than another request."""
 _PIECE_BLOCKS = 128
 _THREADS = 8
-_FILES: dict[str, RangedFile] = {}
-"""Files that are open, by path."""
+RANGED_FILES: dict[Path, RangedFile] = {}
+"""The files on the Hub that are open, by the path of their copy here."""
 
 
 def find_folder(
@@ -196,11 +196,11 @@ class RangedFile:
     def __enter__(self) -> Self:
         with self._path.open("xb") as file:
             file.truncate(self._size_bytes)
-        _FILES[str(self._path)] = self
+        RANGED_FILES[self._path] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        del _FILES[str(self._path)]
+        del RANGED_FILES[self._path]
 
     def fetch_header(self) -> None:
         """Download the header, unless its length is wrong: beyond the file or what is readable."""
@@ -283,11 +283,6 @@ class RangedFile:
             self.failure = ModelError(f"{self._path}: {why}", hint=hint)
             raise self.failure
         return len(data)
-
-
-def find_ranged_file(path: Path) -> RangedFile | None:
-    """Find the file on the Hub that is open under a path; None for others."""
-    return _FILES.get(str(path))
 
 
 def _explain_failure(error: Exception) -> tuple[str, str]:

@@ -240,34 +240,32 @@ def check_output(
     Raises:
         UsageError: the folder is not empty, or cannot be created, replaced or written.
     """
+    faults: list[tuple[str, str]] = []
+    """What is wrong, each with a hint."""
+    other = "name another folder"
     try:
-        for fault, hint in _list_faults(path, owned, force, inputs):
-            raise UsageError(f"{path}: {fault}", hint=hint)
+        target = path.resolve()
+        replaced = [each for each in inputs if each.resolve().is_relative_to(target)]
+        if replaced:
+            faults.append((f"the output would replace {replaced[0]}, which is an input", other))
+        if target.exists() and not target.is_dir():
+            faults.append(("a file, not a folder", other))
+        elif target.exists() and not faults:
+            names = {entry.name for entry in path.iterdir()}
+            strange = {name for name in names - owned if not is_result(path / name)}
+            refuse_unknown_entries(path, strange)
+            if names and not force:
+                hint = "use --force to replace its files, or another folder"
+                faults.append(("the folder is not empty", hint))
+            faults += _list_unwritable(target)
+        if target.is_mount() or Path.cwd().is_relative_to(target):
+            fault = "a mount point or the working directory, which a whole folder cannot replace"
+            faults.append((fault, f"name a folder in it, such as {path / 'out'}"))
+        faults += _list_unwritable(_find_existing(target.parent))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
-
-
-def _list_faults(
-    path: Path, owned: frozenset[str], force: bool, inputs: Collection[Path]
-) -> Iterator[tuple[str, str]]:
-    """List why a path cannot be an output folder, each with a hint."""
-    target, other = path.resolve(), "name another folder"
-    for source in inputs:
-        if source.resolve().is_relative_to(target):
-            yield f"the output would replace {source}, which is an input", other
-    if target.exists() and not target.is_dir():
-        yield "a file, not a folder", other
-    elif target.exists():
-        names = {entry.name for entry in path.iterdir()}
-        strange = {name for name in names - owned if not is_result(path / name)}
-        refuse_unknown_entries(path, strange)
-        if names and not force:
-            yield "the folder is not empty", "use --force to replace its files, or another folder"
-        yield from _list_unwritable(target)
-    if target.is_mount() or Path.cwd().is_relative_to(target):
-        fault = "a mount point or the working directory, which a whole folder cannot replace"
-        yield fault, f"name a folder in it, such as {path / 'out'}"
-    yield from _list_unwritable(_find_existing(target.parent))
+    for fault, hint in faults:
+        raise UsageError(f"{path}: {fault}", hint=hint)
 
 
 def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:

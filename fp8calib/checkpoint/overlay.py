@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
@@ -45,43 +44,30 @@ _NO_LINK_ERRORS = frozenset(  # ENOTSUP is EOPNOTSUPP on Linux
 )
 
 
-@dataclass(frozen=True)
-class OverlayPlan:
-    """The files of an overlay, and the files of the source they come from.
+def name_weights(
+    source: Checkpoint, *, without: Collection[str] = ()
+) -> tuple[dict[str, TensorFile], str]:
+    """Name the files of weights in an overlay of `source`, and the file of extra tensors.
 
-    Attributes:
-        weights: the weight files of the source, by their new names.
-        scales_name: the name of the file of extra tensors.
-        side_files: the files copied unchanged, by their path below the folder.
-        skipped: the entries of the source that are not copied, each with the reason.
+    A file of weights that holds nothing but tensors in `without` is left out.
     """
-
-    weights: Mapping[str, TensorFile]
-    scales_name: str
-    side_files: Mapping[str, Path]
-    skipped: Mapping[str, str]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all top-level entries of the overlay."""
-        sides = {name.split("/")[0] for name in self.side_files}
-        own = {self.scales_name, INDEX_NAME, CONFIG_NAME, CARD_NAME}
-        return frozenset({*self.weights, *own, *sides})
+    if not source.index:
+        return {_SINGLE_WEIGHTS_NAME: source.files[0]}, _SINGLE_SCALES_NAME
+    weights = {
+        file.path.name: file
+        for file in source.files
+        if not file.tensors or set(file.tensors).difference(without)
+    }
+    numbered = (f"{_SHARDED_SCALES_STEM}-{number}.safetensors" for number in count(2))
+    names = chain([f"{_SHARDED_SCALES_STEM}.safetensors"], numbered)
+    return weights, next(name for name in names if name not in weights)
 
 
-def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
-    """Decide which files an overlay of `source`, without some tensors, will hold; write nothing."""
-    weights, scales_name = {_SINGLE_WEIGHTS_NAME: source.files[0]}, _SINGLE_SCALES_NAME
-    if source.index:
-        weights = {
-            file.path.name: file
-            for file in source.files
-            if not file.tensors or set(file.tensors).difference(without)
-        }
-        numbered = (f"{_SHARDED_SCALES_STEM}-{number}.safetensors" for number in count(2))
-        names = chain([f"{_SHARDED_SCALES_STEM}.safetensors"], numbered)
-        scales_name = next(name for name in names if name not in weights)
-    return OverlayPlan(weights, scales_name, *find_side_files(source))
+def list_overlay(source: Checkpoint) -> frozenset[str]:
+    """List the names of all top-level entries of an overlay of `source`."""
+    weights, scales_name = name_weights(source)
+    sides = {name.split("/")[0] for name in find_side_files(source)[0]}
+    return frozenset({*weights, scales_name, INDEX_NAME, CONFIG_NAME, CARD_NAME, *sides})
 
 
 def write_overlay(
@@ -93,7 +79,7 @@ def write_overlay(
     metadata: Mapping[str, str] | None = None,
     without: Collection[str] = (),
     documents: Mapping[str, object] | None = None,
-) -> tuple[OverlayPlan, dict[str, str]]:
+) -> tuple[dict[str, str], dict[str, str]]:
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
@@ -110,7 +96,8 @@ def write_overlay(
         documents: the new contents of other JSON files of the source, by name.
 
     Returns:
-        What was written, and the weight files that are not hard links, each with the reason.
+        The entries of the source that are not copied, and the weight files that are not hard links,
+        each with the reason.
 
     Raises:
         ModelError: the source's config.json is missing or invalid.
@@ -121,28 +108,32 @@ def write_overlay(
         message = f"{source.folder}: the checkpoint already has a tensor {taken[0]}"
         raise ExportError(message, hint="start from the model without scales")
     config = source.load_config()
-    plan = plan_overlay(source, without=without)
+    weights, scales_name = name_weights(source, without=without)
+    sides, skipped = find_side_files(source)
     with explained(destination):
         destination.mkdir(parents=True, exist_ok=True)
-        copied = _add_weights(plan.weights, destination, without)
-        copy_side_files(plan.side_files, destination)
+        copied = _add_weights(weights, destination, without)
+        copy_side_files(sides, destination)
     described = {"format": "pt", **(metadata or {})}
-    save_tensors(destination / plan.scales_name, scales, metadata=described)
+    save_tensors(destination / scales_name, scales, metadata=described)
     kept = {name: entry for name, entry in source.tensors.items() if name not in without}
     weight_map = dict.fromkeys(sorted(kept), _SINGLE_WEIGHTS_NAME)
     if source.index:
-        listed = source.index.weight_map.items()
+        listed = source.index["weight_map"].items()
         weight_map = {name: file for name, file in listed if name not in without}
     sizes = [entry.size_bytes for entry in kept.values()]
     sizes += [tensor.numel() * tensor.element_size() for tensor in scales.values()]
     index = {
-        "metadata": {**(source.index.metadata if source.index else {}), "total_size": sum(sizes)},
-        "weight_map": weight_map | dict.fromkeys(sorted(scales), plan.scales_name),
+        "metadata": {
+            **(source.index["metadata"] if source.index else {}),
+            "total_size": sum(sizes),
+        },
+        "weight_map": weight_map | dict.fromkeys(sorted(scales), scales_name),
     }
     written = {INDEX_NAME: index, CONFIG_NAME: {**config, **config_updates}, **(documents or {})}
     for name, document in written.items():
         write_file_atomic(destination / name, encode_json(document))
-    return plan, copied
+    return skipped, copied
 
 
 def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry, encode_header, read_header
-from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.errors import ModelError, shorten
 from fp8calib.numerics.arrays import decode_floats
@@ -120,18 +120,15 @@ class TensorReader(ABC):
         self.find_file(name).fill(data, entry.start + start)
         return data
 
-    def read_floats(self, name: str, dtype: str = "") -> NDArray[np.float32]:
+    def read_floats(self, name: str, *, of_scale: bool = False) -> NDArray[np.float32]:
         """Read a whole tensor as fp32 without torch; of complex numbers the real part.
 
-        Its dtype is that of the file unless `dtype` is given.
+        Integers of a scale are the exponents of MXFP8.
         """
         entry = self._entry(name)
+        is_exponent = of_scale and entry.dtype == "U8"
         data = self.read_array(name, 0, entry.size_bytes)
-        return decode_floats(data, dtype or entry.dtype).reshape(entry.shape)
-
-    def read_scale(self, name: str) -> NDArray[np.float32]:
-        """Read a scale as fp32 without torch: numbers, or the exponents of MXFP8."""
-        return self.read_floats(name, "F8_E8M0" if self._entry(name).dtype == "U8" else "")
+        return decode_floats(data, "F8_E8M0" if is_exponent else entry.dtype).reshape(entry.shape)
 
     def _entry(self, name: str, *, as_bytes: bool = False) -> TensorEntry:
         """Find a tensor; numbers smaller than a byte are read only as bytes."""
@@ -162,7 +159,7 @@ class TensorFile(TensorReader):
 
     def fetch(self, names: Iterable[str]) -> None:
         """Download tensors at once, if the file is on the Hub; others follow when they are read."""
-        if (ranged := find_ranged_file(self.path)) is not None:
+        if (ranged := RANGED_FILES.get(self.path)) is not None:
             ranged.fetch((self.tensors[name].start, self.tensors[name].stop) for name in names)
 
     def find_file(self, name: str) -> TensorFile:  # noqa: ARG002
@@ -179,7 +176,7 @@ class TensorFile(TensorReader):
     def fill(self, room: NDArray[np.uint8], offset: int) -> None:
         """Fill an array with the bytes of the file from `offset` on."""
         target = room.data
-        if (ranged := find_ranged_file(self.path)) is not None:
+        if (ranged := RANGED_FILES.get(self.path)) is not None:
             ranged.fetch([(offset, offset + len(target))])
         done = 0
         try:

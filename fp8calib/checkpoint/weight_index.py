@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any, Literal
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.errors import ModelError, cut_list
@@ -21,13 +20,8 @@ _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _NO_PICKLED_WEIGHTS = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt"})
 
 
-@dataclass(frozen=True)
-class WeightIndex:
-    """The contents of `model.safetensors.index.json`: the file of each tensor, and metadata."""
-
-    path: Path
-    weight_map: Mapping[str, str]
-    metadata: Mapping[str, object]
+WeightIndex = Mapping[Literal["weight_map", "metadata"], Mapping[str, Any]]
+"""The contents of `model.safetensors.index.json`: the file of each tensor, and metadata."""
 
 
 def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
@@ -44,9 +38,9 @@ def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
         return (SINGLE_FILE_NAME,), None
     if INDEX_NAME in names:
         index = read_index(folder / INDEX_NAME)
-        files = sorted(set(index.weight_map.values()))
+        files = sorted(set(index["weight_map"].values()))
         if missing := [name for name in files if not (folder / name).is_file()]:
-            message = f"{index.path}: {len(missing)} of {len(files)} shards are missing: "
+            message = f"{folder / INDEX_NAME}: {len(missing)} of {len(files)} shards are missing: "
             raise ModelError(message + cut_list(missing, 3), hint="the download is incomplete")
         return tuple(files), index
     weights = [name for name in names if name.endswith(".safetensors") and name != _ADAPTER_NAME]
@@ -73,8 +67,7 @@ def read_index(path: Path) -> WeightIndex:
             fault = f"the tensor {wrong!a:.200} is mapped to {names[wrong]!a:.200}"
         hint = "weight_map gives for each tensor a *.safetensors file in the same folder"
         raise ModelError(f"{path}: {fault}", hint=hint)
-    metadata = metadata if isinstance(metadata, dict) else {}
-    return WeightIndex(path, MappingProxyType(shards), MappingProxyType(metadata))
+    return {"weight_map": shards, "metadata": metadata if isinstance(metadata, dict) else {}}
 
 
 def lacks_weights(folder: Path) -> bool:

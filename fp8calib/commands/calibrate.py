@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 
-from fp8calib.calibration.stats_header import BackOff
 from fp8calib.commands import options as shared
-from fp8calib.commands.hashes import RunHashes
 from fp8calib.commands.request import option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
@@ -126,7 +124,8 @@ class CalibrateResult(Result):
     memory: dict[str, Any]
     """The plan of `--dry-run`, and the peak that was measured."""
     batch_size: int
-    batch_back_off: tuple[BackOff, ...]
+    batch_back_off: tuple[dict[str, int], ...]
+    """Where batches had to become smaller: `first`, their first sequence, and `batch_size`."""
     resumed_sequences: int
     ranks: int
     rule: str
@@ -147,7 +146,7 @@ class CalibrateResult(Result):
     """Hash of the config and a sample of every tensor, however the weights are sharded."""
     data_hash: str
     """Hash of the token ids, pixels and audio samples of all sequences."""
-    hashes: RunHashes | None = None
+    hashes: dict[str, Any] | None = None
     """None if nothing was written."""
     quantize: Any = None
     """The checkpoint of a recipe that has one, as `QuantizeResult`."""

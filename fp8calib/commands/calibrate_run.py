@@ -30,7 +30,7 @@ from fp8calib.checkpoint.output import (
     refuse_unknown_entries,
     remove_unfinished,
 )
-from fp8calib.checkpoint.overlay import plan_overlay
+from fp8calib.checkpoint.overlay import list_overlay
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
 from fp8calib.commands.check_written import finish_formats
@@ -289,7 +289,7 @@ def _check_outputs(request: CalibrateRequest, recipe: Recipe, model: RunModel, o
     folder = out / recipe.quantize.folder
     if folder.is_dir():
         known = {file.path.name for file in checkpoint.files} | {SINGLE_FILE_NAME}
-        known |= plan_overlay(checkpoint.stored).names
+        known |= list_overlay(checkpoint.stored)
         refuse_unknown_entries(folder, {path.name for path in folder.iterdir()} - known)
     try:
         _select(recipe, checkpoint, recipe.quantize.make_settings())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.data.specs import parse_spec
-from fp8calib.model.geometry import Frozen
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""
@@ -20,55 +19,40 @@ _NUM_THREADS = 4
 """One hashes some 2 GB a second."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileHash:
-    """A file, by what is in it."""
-
-    name: str
-    size_bytes: int
-    sha256: str
-
-
-class RunHashes(Frozen):
-    """The files of a run with weights, config, tokenizer, text or scales."""
-
-    model: tuple[FileHash, ...]
-    """Files of the unquantized model; empty for a model in memory."""
-    data: tuple[FileHash, ...]
-    """The files of text among `--data`."""
-    scales: Mapping[str, tuple[FileHash, ...]]
-    """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
-
-
-def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
+def hash_run(
+    model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]
+) -> dict[str, Any]:
     """Hash the model, the files of `--data`, and files and folders of scales by their names.
 
     `model` is the folder of the unquantized model, None for one in memory. Files that are linked to
     each other are hashed once.
+
+    Returns:
+        `model`, `data`, and `scales` by their names: of each file `name`, `size_bytes`, `sha256`.
     """
     weights = [] if model is None else _list_files(model)
     texts = [
-        each for spec in specs for path in parse_spec(spec).files for each in _list_files(path)
+        file for spec in specs for path in parse_spec(spec).files for file in _list_files(path)
     ]
     by_name = {name: _list_files(place) for name, place in scales.items()}
     every = [*weights, *texts, *(path for files in by_name.values() for path in files)]
-    status = {path: path.stat() for path in every}
-    inodes = {path: (found.st_dev, found.st_ino) for path, found in status.items()}
-    different = dict(zip(inodes.values(), inodes, strict=True))
+    statuses = {path: path.stat() for path in every}
+    by_inode = {(status.st_dev, status.st_ino): path for path, status in statuses.items()}
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
-        hashes = dict(zip(different, pool.map(_hash, different.values()), strict=True))
-
-    def describe(files: Iterable[Path]) -> tuple[FileHash, ...]:
-        return tuple(
-            FileHash(name=path.name, size_bytes=status[path].st_size, sha256=hashes[inodes[path]])
-            for path in files
-        )
-
-    return RunHashes(
-        model=describe(weights),
-        data=describe(texts),
-        scales={name: describe(files) for name, files in by_name.items()},
-    )
+        digests = dict(zip(by_inode, pool.map(_hash, by_inode.values()), strict=True))
+    hashes = {
+        path: {
+            "name": path.name,
+            "size_bytes": status.st_size,
+            "sha256": digests[status.st_dev, status.st_ino],
+        }
+        for path, status in statuses.items()
+    }
+    return {
+        "model": [hashes[path] for path in weights],
+        "data": [hashes[path] for path in texts],
+        "scales": {name: [hashes[path] for path in files] for name, files in by_name.items()},
+    }
 
 
 def _list_files(place: Path) -> list[Path]:
@@ -78,9 +62,9 @@ def _list_files(place: Path) -> list[Path]:
     return [
         path
         for path in sorted(place.iterdir())
-        if any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
+        if path.is_file()
+        and any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
         and not any(fnmatch(path.name, pattern) for pattern in _TEXTS)
-        and path.is_file()
         and not is_result(path)
     ]
 

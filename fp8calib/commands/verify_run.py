@@ -20,7 +20,7 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.output import check_output_file
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import RunHashes, hash_run
+from fp8calib.commands.hashes import hash_run
 from fp8calib.commands.model import describe_run, open_run_model, plan_text, read_settings
 from fp8calib.commands.options import SKIP_LAYERS, Stats
 from fp8calib.commands.request import Reporter, as_function
@@ -91,7 +91,7 @@ class VerifyResult(VerifyReport, Result):
     """The command that helps most; empty where none does."""
     gates: tuple[Gate, ...] = ()
     """The thresholds of the candidates' gates."""
-    hashes: RunHashes | None = None
+    hashes: dict[str, Any] | None = None
     """None where only a server and an unquantized one or a dump are compared."""
 
     @property
@@ -340,7 +340,7 @@ def _warn_of_candidates(
 
 def hash_inputs(
     model: RunModel, asked: Verification, request: VerifyRequest, specs: Sequence[str]
-) -> RunHashes:
+) -> dict[str, Any]:
     """Hash the files of the model, of the text and of what is compared with it."""
     used = {each.name for each in asked.opened}
     paths = (str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path))
@@ -411,7 +411,7 @@ def finish(
     report: VerifyReport,
     logprobs: Mapping[str, torch.Tensor],
     reporter: Reporter,
-    hashes: RunHashes | None = None,
+    hashes: dict[str, Any] | None = None,
 ) -> VerifyResult:
     """Write the output files; an error carries the result, which may have cost hours.
 

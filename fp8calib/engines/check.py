@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors.numpy import save_file
 
-from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
@@ -215,7 +215,7 @@ class _Check:
             # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
             # the Hub would have to be downloaded.
             files = (self.model.path / file for file in self.model.tensors)
-            if alone.suspicious == report.suspicious or any(map(find_ranged_file, files)):
+            if alone.suspicious == report.suspicious or any(file in RANGED_FILES for file in files):
                 return alone
         return suspect_odd_scales(report, factor, estimates=self._estimates)
 

@@ -130,7 +130,7 @@ class _Weights(ExitStack):
             return None
         entry = file.tensors[name]
         if entry.dtype in PLAIN_DTYPES:
-            return file.read_scale(name)
+            return file.read_floats(name, of_scale=True)
         scales = [each for each in name_companions(name).scales if each in self._located]
         is_matrix = len(entry.shape) == 2 and bool(entry.size_bytes)
         if entry.dtype not in WEIGHT_FORMATS or not is_matrix or len(scales) != 1:
@@ -138,7 +138,7 @@ class _Weights(ExitStack):
         held = self._open(scales[0])
         if held is None or scales[0] in self._odd_scales:
             return None
-        scale = held.read_scale(scales[0])
+        scale = held.read_floats(scales[0], of_scale=True)
         if not scale.size:
             return None
         rows, columns = entry.shape

@@ -193,7 +193,7 @@ def _judge_scale(
     if weight.dtype not in _CODE_BITS or entry.dtype in PACKED_BITS or not weight.size_bytes:
         return np.zeros(1, np.bool_), ""
     # Some tools write negative scales, so that the code -8 becomes the largest positive weight.
-    sizes = np.abs(opened.read_scale(name).ravel())
+    sizes = np.abs(opened.read_floats(name, of_scale=True).ravel())
     is_wrong = sizes < SMALLEST_SCALE
     if not is_wrong.any() or weight.size_bytes % sizes.size:
         return np.zeros(1, np.bool_), ""

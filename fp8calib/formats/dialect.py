@@ -151,7 +151,7 @@ class WriteJob:
         from fp8calib.formats.metadata import describe_table  # noqa: PLC0415
 
         assert self.source is not None  # noqa: S101 -- check_overlay_source refused it
-        plan, copied = write_overlay(
+        skipped, copied = write_overlay(
             self.source,
             folder,
             scales=tensors,
@@ -160,7 +160,7 @@ class WriteJob:
             without=self.replaced,
             documents=documents,
         )
-        self.skipped.update(plan.skipped)
+        self.skipped.update(skipped)
         self.copied.update(copied)
 
     def save_tensors(

@@ -85,7 +85,7 @@ def _read_tensors(file: TensorFile | Checkpoint) -> Iterator[StoredScale]:
         if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
             yield name, f"{entry.dtype} of shape {list(entry.shape)}"
         else:
-            yield name, file.read_scale(name).flatten().tolist()
+            yield name, file.read_floats(name, of_scale=True).flatten().tolist()
 
 
 def _read_json(path: Path) -> Iterator[StoredScale]:

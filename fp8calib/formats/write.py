@@ -10,7 +10,7 @@ from typing import Any
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import refuse_unknown_entries
-from fp8calib.checkpoint.overlay import plan_overlay
+from fp8calib.checkpoint.overlay import list_overlay
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
@@ -102,7 +102,7 @@ def list_owned(
     if not dialect.needs_model:
         return list_outputs([dialect.name], tps)
     unlisted = {UNLISTED_NAME} if geometry.model_type in VLLM_STRICT_TYPES else frozenset[str]()
-    return plan_overlay(source).names | unlisted
+    return list_overlay(source) | unlisted
 
 
 def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
@@ -114,7 +114,7 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
     for dialect in map(find_dialect, formats):
         folder = out / dialect.path()
         if dialect.needs_model and folder.is_dir():
-            known = plan_overlay(source).names | {UNLISTED_NAME}
+            known = list_overlay(source) | {UNLISTED_NAME}
             refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
 
 

@@ -194,10 +194,10 @@ def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometr
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied = {}
     if config.get("tie_word_embeddings", False):
-        if embedding not in checkpoint:
+        if embedding not in checkpoint.tensors:
             return None
         tied = {head: embedding}
-        if head not in checkpoint:
+        if head not in checkpoint.tensors:
             del shapes[head]
     dtype = find_dtype(config) or stored_dtype(checkpoint)
     return ModelGeometry(

@@ -31,7 +31,13 @@ def lower_edge(bin_index: int) -> float:
 
 def count_bins(x: torch.Tensor) -> torch.Tensor:
     """Count magnitudes by bin, on their device: int64 [NUM_BINS]."""
-    codes = _clamped_codes(x).sub_(LOWEST_CODE - 1)
+    flat = x.flatten().contiguous()
+    if x.dtype is torch.bfloat16:
+        magnitudes = flat.view(torch.int16) & 0x7FFF
+    else:  # the lower half of every value is first
+        magnitudes = flat.float().view(torch.int16)[1::2] & 0x7FFF
+    # all values below the range count as the code before it
+    codes = magnitudes.clamp_(LOWEST_CODE - 1, LOWEST_CODE + NUM_CODES - 2).sub_(LOWEST_CODE - 1)
     if x.device.type == "cpu":
         counts = torch.bincount(codes, minlength=NUM_CODES)
     else:  # bincount waits for the largest code on the host; adding ones does not
@@ -39,16 +45,6 @@ def count_bins(x: torch.Tensor) -> torch.Tensor:
         counts.index_add_(0, codes.int(), torch.ones_like(counts[:1]).expand(len(codes)))
     bins = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device)
     return bins.index_add_(0, bin_of_code(x.device), counts)
-
-
-def _clamped_codes(x: torch.Tensor) -> torch.Tensor:
-    """Give the bfloat16 code of each magnitude, at least that before `LOWEST_CODE`: int16 [N]."""
-    flat = x.flatten().contiguous()
-    if x.dtype is torch.bfloat16:
-        codes = flat.view(torch.int16)
-    else:
-        codes = flat.float().view(torch.int16)[1::2]  # the lower half of every value is first
-    return (codes & 0x7FFF).clamp_(LOWEST_CODE - 1, LOWEST_CODE + NUM_CODES - 2)
 
 
 @cache

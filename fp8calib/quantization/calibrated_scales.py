@@ -65,7 +65,7 @@ def find_kv_scales(
     table = compute_kv_scales(stats, E4M3FN, rules=rules)
 
     def name(attention: Attention, role: Role) -> tuple[str, ...]:
-        has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint
+        has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint.tensors
         return dialect.name_kv(attention, role, has_projections)
 
     return make_scale_tensors(table, name=name), _explain_substitutes(table)

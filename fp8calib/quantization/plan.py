@@ -234,7 +234,7 @@ def plan_files(
         weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
         total_size = sum(shard.data_bytes for shard in shards)
         index[INDEX_NAME] = {
-            "metadata": {**checkpoint.index.metadata, "total_size": total_size},
+            "metadata": {**checkpoint.index["metadata"], "total_size": total_size},
             "weight_map": dict(sorted(weight_map.items())),
         }
     # a source's own file of a dialect describes a quantization that no longer holds

@@ -157,7 +157,7 @@ def find_selection(
     # the output heads that share the tensor of the embedding
     heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
     is_tied = config.get("tie_word_embeddings", True)
-    tied = [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
+    tied = [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint.tensors]
     ignored = match_patterns(ignore, [*matrices, *experts, *tied]) if ignore else {}
     find_reason = _make_reason_finder(checkpoint, config, ignored, drafters=drafters)
     quantized: list[Matrix] = []

@@ -198,7 +198,7 @@ def test_batches_are_halved_where_the_next_layer_or_a_batch_does_not_fit(folder:
         with opened(folder / "model", **ON_GPU) as subject:
             limit_memory(subject, torch.OutOfMemoryError("CUDA"), sequences=1, layer=1)
             assert as_bytes(subject.calibrate(share, plan=rows_of(TEXT)), folder) == expected
-    assert [each.batch_size for each in share.back_offs] == [1, 1]
+    assert [each["batch_size"] for each in share.back_offs] == [1, 1]
 
 
 @pytest.mark.parametrize(

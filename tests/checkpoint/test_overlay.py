@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import output_folder
-from fp8calib.checkpoint.overlay import CARD_NAME, plan_overlay, write_overlay
+from fp8calib.checkpoint.overlay import CARD_NAME, name_weights, write_overlay
 from fp8calib.errors import ExportError
 
 INDEX = "model.safetensors.index.json"
@@ -75,13 +75,13 @@ def source_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def _write(folder: Path, destination: Path) -> dict[str, str]:
     with Checkpoint.open(folder) as source:
-        plan, _ = write_overlay(
+        skipped, _ = write_overlay(
             source,
             destination,
             scales=SCALES,
             config_updates={**KV_CONFIG, "dtype": "bfloat16"},
         )
-    return dict(plan.skipped)
+    return skipped
 
 
 def _read_index(folder: Path) -> dict[str, dict[str, object]]:
@@ -153,7 +153,7 @@ def test_weights_are_copied_where_links_are_impossible(
     _write(source_folder, tmp_path / "overlay")
 
     with Checkpoint.open(source_folder) as source:
-        for name, file in plan_overlay(source).weights.items():
+        for name, file in name_weights(source)[0].items():
             assert (tmp_path / "overlay" / name).read_bytes() == file.path.read_bytes()
             assert not (tmp_path / "overlay" / name).samefile(file.path)
 

@@ -53,7 +53,7 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, form: str) -> None:
         assert torch.equal(opened.read_bytes(NAME, 101, 777), raw[101:777])
         middle = (raw.numel() - 64) // 2
         assert opened.sample_bytes(NAME, 64) == raw[middle : middle + 64].numpy().tobytes()
-        assert NAME in opened
+        assert NAME in opened.tensors
         assert not any(name.endswith(("_scale", "_packed", "_shape")) for name in opened.tensors)
         assert any(name.endswith("_scale") or "scale_inv" in name for name in opened.stored.tensors)
         assert "quantization_config" not in opened.load_config()
@@ -83,7 +83,7 @@ def test_fp4_is_what_compressed_tensors_decodes(tmp_path: Path, form: str) -> No
         assert opened.form == f"{'MXFP4' if form == 'mxfp4' else 'NVFP4'} weights ({method})"
         assert torch.equal(opened.read(NAME), expected)
         assert torch.equal(opened.read_rows(NAME, 3, 7), expected[3:7])
-        assert NAME in opened
+        assert NAME in opened.tensors
         assert all(entry.dtype == "BF16" for entry in opened.tensors.values())
     base = load_file(BASE / "model.safetensors")[NAME].float()
     assert (expected.float() - base).norm() / base.norm() < 0.2
@@ -139,7 +139,7 @@ def test_blocks_of_any_size_and_deepseek_v4_are_codes_times_scales(
         wanted = torch.from_numpy(expected).to(torch.bfloat16)
         assert torch.equal(opened.read(NAME), wanted)
         assert torch.equal(opened.read_rows(NAME, 97, 141), wanted[97:141])
-        assert scale_name not in opened
+        assert scale_name not in opened.tensors
         assert opened.form == f"{'MXFP4' if is_fp4 else 'FP8'} weights (fp8)"
     change_tensors(child, {scale_name: tensors[scale_name][:, 1:].contiguous()})
     with pytest.raises(ModelError, match=rf"{leaf} is \S+ \[{grid[0]}, {grid[1] - 1}\], expected"):

@@ -42,7 +42,7 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
         why, fix = f"{why} beside config.json (RuntimeError)", "move it out of the folder"
     elif (folder.path / _INDEX).is_file():
         try:
-            listed = set(read_index(folder.path / _INDEX).weight_map.values())
+            listed = set(read_index(folder.path / _INDEX)["weight_map"].values())
         except ModelError as error:
             raise Refusal(error.message, fix="write it again") from error
         if missing := sorted(listed - chosen):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, product
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
 from fp8calib.engines.facts.classes import ClassMap, make_pattern
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
@@ -165,7 +165,7 @@ def judge_head(
     beside = [(stored.located[each][0], each) for each in known]
     why = "differs from the embedding, with which the engine computes instead"
     alike = (tensors[each] for each in known if tensors[each].shape == tensors[head].shape)
-    if any(find_ranged_file(stored.folder.path / each) for each, _ in beside) or any(
+    if any(stored.folder.path / each in RANGED_FILES for each, _ in beside) or any(
         each.dtype != tensors[head].dtype for each in alike
     ):
         fix = "download the checkpoint, or store both in one dtype"

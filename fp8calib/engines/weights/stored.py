@@ -234,7 +234,7 @@ def _read_tensors(
     for file, held in names.items():
         with TensorFile(folder.path / file) as opened:
             opened.fetch(held)
-            yield from ((name, opened.read_scale(name)) for name in held)
+            yield from ((name, opened.read_floats(name, of_scale=True)) for name in held)
 
 
 class ScaleValues(NamedTuple):

@@ -82,7 +82,7 @@ def pair_tensors(
         hint = "their weights have another dtype (INT4, FP4), or are missing"
         raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)
     zero_points = (part for own in names.values() for part in own.zero_points)
-    return weights, [part for part in zero_points if part in checkpoint]
+    return weights, [part for part in zero_points if part in checkpoint.tensors]
 
 
 def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -141,7 +141,7 @@ def _find_scale(
 
     `needs` says why it cannot be missing; empty if it can.
     """
-    found = [candidate for candidate in candidates if candidate in checkpoint]
+    found = [candidate for candidate in candidates if candidate in checkpoint.tensors]
     fault, hint, place = "", "", name
     if not found and needs:
         fault = f"{needs}, but there is no {' or '.join(candidates[:2])}"

@@ -135,7 +135,7 @@ def list_indexed_scales(place: Path) -> dict[str, str]:
     path = place / INDEX_NAME
     if not path.is_file():
         return {}
-    weight_map = read_index(path).weight_map
+    weight_map = read_index(path)["weight_map"]
     return {name: file for name, file in weight_map.items() if find_spelling(name)}
 
 

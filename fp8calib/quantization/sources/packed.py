@@ -151,7 +151,9 @@ def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
     """Find the FP4 weights of a checkpoint, by the name of the weight."""
     for stored, entry in checkpoint.tensors.items():
         module = stored.rpartition(".")[0]
-        is_modelopt = stored.endswith(".weight") and f"{module}.weight_scale_2" in checkpoint
+        is_modelopt = (
+            stored.endswith(".weight") and f"{module}.weight_scale_2" in checkpoint.tensors
+        )
         if stored.endswith(_BLOCKS):
             yield stored.removesuffix(_BLOCKS), _find_experts(checkpoint, stored)
         elif (

@@ -538,7 +538,7 @@ def emulate_stored(
                 hint="exclude lm_head and embeddings from quantization, as every tool does by "
                 "default",
             )
-        is_stored_alike = end in original and original.dtype(end) == checkpoint.dtype(end)
+        is_stored_alike = end in original.tensors and original.dtype(end) == checkpoint.dtype(end)
         if is_stored_alike and _is_changed(end, checkpoint, original):
             raise ModelError(
                 f"{folder}: its {end} is not that of the model",

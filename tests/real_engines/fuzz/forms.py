@@ -138,7 +138,7 @@ def _write_fp8(dialect: str, scheme: str, *, has_kv: bool) -> Write:
                 for _, pair in geometry.attentions()
                 for role in (Role.K, Role.V)
                 for name in chosen.name_kv(
-                    pair, role, f"{pair.checkpoint_module}.k_proj.weight" in source
+                    pair, role, f"{pair.checkpoint_module}.k_proj.weight" in source.tensors
                 )
             }
         groups = [span_experts(matrix.fused_group) for matrix in matrices]
