@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import Parameter, signature
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -50,14 +50,9 @@ def check_runnable(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} ({config.model_type}): {why}", hint=hint)
 
 
-class DecoderCall(NamedTuple):
-    """The arguments of the text decoder for a row with media."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    """Without the cache, which every call gets anew."""
-    caches: tuple[str, ...]
-    """The keywords of the cache."""
+DecoderCall = tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]
+"""The arguments of the text decoder for a row with media, by place and by keyword, and the keywords
+of the cache, which every call gets anew."""
 
 
 class ForwardIsDone(BaseException):  # no Exception, so that no model handles it
@@ -123,9 +118,8 @@ class Decoder:
             elif self._called is not self._decoder:  # FSDP2
                 output = self._called(**self._media_inputs(batch, cache), **self._options)
             else:
-                call = self.find_call(batch) or self.prepare(batch, cache)
-                kwargs = {**call.kwargs, **dict.fromkeys(call.caches, cache)}
-                output = self._decoder(*call.args, **kwargs)
+                args, kwargs, caches = self.find_call(batch) or self.prepare(batch, cache)
+                output = self._decoder(*args, **kwargs, **dict.fromkeys(caches, cache))
             hidden: torch.Tensor = output[0]
             return hidden
 
@@ -191,7 +185,7 @@ class Decoder:
         def catch(*args: Any, **kwargs: Any) -> None:
             caches = tuple(name for name, value in kwargs.items() if value is cache)
             kept = {name: value for name, value in kwargs.items() if name not in caches}
-            caught.append(DecoderCall(args, kept, caches or (self._cache_argument,)))
+            caught.append((args, kept, caches or (self._cache_argument,)))
             raise ForwardIsDone
 
         is_caught = replaced_forward(self._decoder, catch)

@@ -122,8 +122,6 @@ class Journal:
 
     def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
         """Load what an earlier run of these batches saved; give the first layer to run."""
-        from fp8calib.calibration.layer_steps import LayerState  # noqa: PLC0415 -- streamed runs only
-
         self.layer_sites = {}
         folders = sorted(self.folder.glob(f"{self._layers_stem}-[0-9]*[0-9]"))
         if not folders:
@@ -134,7 +132,7 @@ class Journal:
                 return 0  # of another number of processes
             for number in range(len(batches)):
                 state = torch.load(folders[-1] / _STATE_NAME.format(number), weights_only=True)
-                store.put(number, LayerState(*state))
+                store.put(number, state)
         except Exception as error:  # noqa: BLE001 -- a torn file raises anything
             self.warn(f"{folders[-1].name} cannot be read, starting again: {error}")
             return 0
@@ -164,7 +162,7 @@ class Journal:
                 state = pytree.tree_map_only(
                     torch.Tensor,
                     lambda tensor: torch.empty_like(tensor).copy_(tensor),
-                    tuple(store.get(number, torch.device("cpu"))),
+                    store.get(number, torch.device("cpu")),
                 )
                 with (new / _STATE_NAME.format(number)).open("wb") as file:
                     torch.save(state, file)

@@ -14,7 +14,7 @@ from collections.abc import Hashable, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,13 +28,9 @@ from fp8calib.text import format_gib
 NO_STREAMING_HINT = "it cannot be streamed: leave out --memory, or use a larger machine"
 
 
-class LayerState(NamedTuple):
-    """The state of a micro-batch after a layer."""
-
-    output: Any
-    """The output of the layer: a tensor or a tuple of tensors."""
-    shared: dict[str, dict[Any, Any]]
-    """What layers wrote for later ones into a mapping passed to all of them (shared K and V)."""
+LayerState = tuple[Any, dict[str, dict[Any, Any]]]
+"""A micro-batch after a layer: the layer's output, a tensor or a tuple of tensors; and what layers
+wrote for later ones into a mapping passed to all of them (shared K and V)."""
 
 
 class LayerSteps:
@@ -46,7 +42,9 @@ class LayerSteps:
         self._names = [f"{type(layer).__name__} (layer {i})" for i, layer in enumerate(layers)]
         self._chosen = 0
         self._next = 0
-        self._before: LayerState | None = None
+        self._before: Any = None
+        """The output of the layer before the chosen one."""
+        self._shared: dict[str, dict[Any, Any]] = {}
         self._after: LayerState | None = None
         self._checks = False
         self._unknown: Any = None
@@ -85,7 +83,8 @@ class LayerSteps:
     def _run(
         self, chosen: int, batch: Batch, cache: Any, before: LayerState | None, *, checks: bool
     ) -> torch.Tensor:
-        self._chosen, self._next, self._checks, self._before = chosen, 0, checks, before
+        self._chosen, self._next, self._checks = chosen, 0, checks
+        self._before, self._shared = before or (None, {})
         try:
             return self._decoder.run(batch, cache)
         finally:
@@ -113,16 +112,16 @@ class LayerSteps:
         before = self._before
         if before is not None and index < self._chosen:
             if index == self._chosen - 1:
-                return before.output
+                return before
             if self._unknown is None:
                 self._unknown = pytree.tree_map_only(
                     torch.Tensor,
                     lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x,
-                    before.output,
+                    before,
                 )
             return self._unknown
         if self._checks and before is not None:
-            reads_more = _has_nan((args, kwargs)) & ~_has_nan(before.output)
+            reads_more = _has_nan((args, kwargs)) & ~_has_nan(before)
             self._suspects.append((index, reads_more))
             if reads_more.device.type == "cpu":
                 self.check()
@@ -132,8 +131,7 @@ class LayerSteps:
             for name, value in (*enumerate(args), *kwargs.items())
             if isinstance(value, MutableMapping)
         }
-        shared = {} if before is None else before.shared
-        known = {name: shared.get(str(name), {}) for name in mappings}
+        known = {name: self._shared.get(str(name), {}) for name in mappings}
         for name, mapping in mappings.items():
             mapping.update(known[name])
         seen = {name: dict(mapping) for name, mapping in mappings.items()}
@@ -144,7 +142,7 @@ class LayerSteps:
             for name, mapping in mappings.items()
         }
         kept = {name: values for name, values in written.items() if values}
-        self._after = LayerState(output=output, shared=kept)
+        self._after = output, kept
         raise ForwardIsDone
 
 

@@ -17,8 +17,8 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,18 +52,6 @@ _CHANGE = 0.5
 """The largest distance for other forms, which have 4 bits. Unrelated projections differ by 1.4."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseComparison:
-    """A checkpoint beside the record of the calibrated model."""
-
-    difference: str = ""
-    """The first tensor that differs; empty if none does."""
-    uncompared: str = ""
-    """Why not all recorded linears were compared, or none is recorded; empty if all were."""
-    compared: str = ""
-    """Which linears were compared, in words."""
-
-
 def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
     """Hash the norms and embeddings of a checkpoint, and sketch the linears of its layers.
 
@@ -94,12 +82,18 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
+def compare_with_base(
+    recorded: Mapping[str, str], checkpoint: Checkpoint
+) -> tuple[str, dict[str, Any]]:
     """Find the first tensor that differs from the recorded ones by more than quantization.
 
     A norm or an embedding that the checkpoint has quantized is not compared, nor is what earlier
     versions recorded in another form. Linears of a checkpoint that is decoded while it is read are
     compared.
+
+    Returns:
+        The difference, empty without one. And in words `compared`, which linears were compared, and
+        `unchecked`, why not all were, or none is recorded.
     """
     num_hashes = 0
     for name, expected in recorded.items():
@@ -107,18 +101,18 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
             continue
         entry = checkpoint.tensors.get(name)
         if entry is None:
-            return BaseComparison(difference=f"it lacks {shorten(name)}")
+            return f"it lacks {shorten(name)}", {}
         digits = _HASH_DIGITS.get(len(entry.shape))
         if not _matches(_KEPT, name, entry) or checkpoint.form_of(name) or len(expected) != digits:
             continue
         if _hash(checkpoint, name, entry) != expected:
-            return BaseComparison(difference=f"its {shorten(name)} differs")
+            return f"its {shorten(name)} differs", {}
         num_hashes += 1
     if not num_hashes:
-        return BaseComparison(difference="it has no unquantized norm or embedding to compare")
+        return "it has no unquantized norm or embedding to compare", {}
     sketches = {name: text for name, text in recorded.items() if text.startswith(_SKETCH)}
     if not sketches:
-        return BaseComparison(uncompared="the record of the calibrated model has no linears")
+        return "", {"unchecked": "the record of the calibrated model has no linears"}
     missing = []
     for name, text in sketches.items():
         entry = checkpoint.tensors.get(name)
@@ -130,14 +124,12 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
         distance = measure_distance(text, checkpoint, name)
         if distance > most:
             cause = f"{form} changes a weight" if form else "rounding to 16 bits changes it"
-            return BaseComparison(
-                difference=f"its {shorten(name)} differs by {distance:.0%} of its size, and "
-                f"{cause} by less than {most:.0%}"
-            )
-    return BaseComparison(
-        uncompared=f"its {shorten(missing[0])} cannot be decoded" if missing else "",
-        compared=f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears",
-    )
+            difference = f"its {shorten(name)} differs by {distance:.0%} of its size, and "
+            return f"{difference}{cause} by less than {most:.0%}", {}
+    return "", {
+        "unchecked": f"its {shorten(missing[0])} cannot be decoded" if missing else "",
+        "compared": f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears",
+    }
 
 
 def _matches(patterns: Mapping[int, re.Pattern[str]], name: str, entry: TensorEntry) -> bool:

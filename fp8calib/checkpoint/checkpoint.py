@@ -44,6 +44,7 @@ class Checkpoint(TensorReader):
         self, folder: Path, *, files: Collection[TensorFile] = (), index: WeightIndex | None = None
     ) -> None:
         self.folder = self.place = folder
+        self._config: dict[str, object] | None = None
         self.index = index
         self.files = tuple(files)
         self._files: dict[str, TensorFile] = {}
@@ -91,10 +92,12 @@ class Checkpoint(TensorReader):
     def load_config(self) -> dict[str, object]:
         """Load `config.json`, its keys in the file's order."""
         path = self.folder / CONFIG_NAME
-        if not path.is_file():
-            message = f"{self.folder}: there is no config.json"
-            raise ModelError(message, hint="name the folder that holds config.json and the weights")
-        return load_json_object(path)
+        if self._config is None:
+            if not path.is_file():
+                hint = "name the folder that holds config.json and the weights"
+                raise ModelError(f"{self.folder}: there is no config.json", hint=hint)
+            self._config = load_json_object(path)
+        return dict(self._config)
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""

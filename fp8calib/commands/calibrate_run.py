@@ -280,7 +280,7 @@ def _check_formats(request: CalibrateRequest, recipe: Recipe, model: RunModel) -
 def _check_outputs(request: CalibrateRequest, recipe: Recipe, model: RunModel, out: Path) -> None:
     """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
     may_be_finished = request.resume and _looks_finished(recipe, out)
-    if not request.dry_run and not may_be_finished:
+    if not may_be_finished:
         check_output(out, _list_owned(recipe), request.force, inputs=[model.source.folder])
     checkpoint = model.checkpoint
     check_replaced(recipe.formats, out, checkpoint.stored)

@@ -103,8 +103,8 @@ def replay_path(
             from fp8calib.quantization.attachment import compare_weights  # imports torch
 
             with Checkpoint.open(path) as checkpoint:
-                found = compare_weights(measured.origin.unquantized, checkpoint)
-            if why := found.difference:
+                why, _ = compare_weights(measured.origin.unquantized, checkpoint)
+            if why:
                 other = f"weights: not those that were calibrated, or with other scales: {why}"
                 reports = {key: each.add(suspicious=[other]) for key, each in reports.items()}
     reports = doubt_configs(reports, base, geometry)

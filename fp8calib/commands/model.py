@@ -16,7 +16,6 @@ from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
-from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.run_options import DEFAULT_SEQ_LEN, Data, RunOptions
 from fp8calib.data.modality import find_placeholders
@@ -86,13 +85,17 @@ def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]
         trust_remote_code=request.trust_remote_code,
         needs_weights=not request.dry_run,
     )
-    if request.dry_run and lacks_weights(source.folder):  # a plan needs none
+    opened = source.stored
+    assert opened is not None  # noqa: S101 -- `open_source` opens it
+    if not opened.files:  # a plan needs none
         from fp8calib.model.live_model import ConfigCheckpoint
 
-        opened: Checkpoint = ConfigCheckpoint(as_unquantized(source))
-    else:
-        hint = request.if_quantized.format(request.model)
-        opened = open_model(source.folder, if_quantized=hint)
+        opened = ConfigCheckpoint(as_unquantized(source))
+    elif read_quantization(opened) is not None:
+        # most models need none of it
+        from fp8calib.quantization.sources.decoded import decode_model
+
+        opened = decode_model(opened, if_quantized=request.if_quantized.format(request.model))
     with opened as checkpoint:
         if checkpoint.form or not checkpoint.has_weights:
             source = as_unquantized(source)
@@ -106,19 +109,6 @@ def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]
             memory=request.memory,
         )
         yield replace(model, device_map=device_map)
-
-
-def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
-    """Open the checkpoint of a model to run; reading decodes a quantized one.
-
-    `if_quantized` is the hint of the error for a checkpoint that cannot be decoded.
-    """
-    checkpoint = Checkpoint.open(folder)
-    if read_quantization(checkpoint) is None:
-        return checkpoint
-    from fp8calib.quantization.sources.decoded import decode_model  # most models need none of it
-
-    return decode_model(checkpoint, if_quantized=if_quantized)
 
 
 def prepare_run_model(

@@ -41,7 +41,7 @@ class LiveCheckpoint(Checkpoint):
         config = deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [name_class(model)]
-        self._config: dict[str, object] = json.loads(config.to_json_string())
+        self._config = json.loads(config.to_json_string())
         state = model.state_dict()
         for name in set(model._keys_to_ignore_on_save or ()) & state.keys():
             del state[name]
@@ -63,10 +63,6 @@ class LiveCheckpoint(Checkpoint):
                     hint="load the model outside of inference_mode, or pass its path",
                 )
             self._live[name] = tensor.cpu().clone()
-
-    def load_config(self) -> dict[str, object]:
-        """Give the config as `save_pretrained` writes it."""
-        return dict(self._config)
 
     def make_rows(self, name: str, rows: slice) -> torch.Tensor:
         """Give rows of a tensor on the CPU, of one without axes the only number."""

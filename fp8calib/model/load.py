@@ -61,6 +61,8 @@ class ModelSource:
     config: PreTrainedConfig
     raw_config: Mapping[str, object]
     trust_remote_code: bool
+    stored: Checkpoint | None = None
+    """The folder's weights, of which none is read yet; None if they were not opened."""
 
     @property
     def text_config(self) -> Any:
@@ -112,9 +114,9 @@ def open_source(
     """
     folder = find_folder(model, revision)
     is_bare = not needs_weights and lacks_weights(folder)
-    with Checkpoint(folder) if is_bare else Checkpoint.open(folder) as checkpoint:
-        raw = checkpoint.load_config()
-        refuse_duplicate_tensors(checkpoint)
+    checkpoint = Checkpoint(folder) if is_bare else Checkpoint.open(folder)
+    raw = checkpoint.load_config()
+    refuse_duplicate_tensors(checkpoint)
     name = raw.get("model_type")
     is_known = isinstance(name, str) and name in transformers.CONFIG_MAPPING
     if "auto_map" in raw and not is_known and not trust_remote_code:
@@ -127,7 +129,11 @@ def open_source(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = let_layers_differ(config)
     source = ModelSource(
-        folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
+        folder=folder,
+        config=config,
+        raw_config=raw,
+        trust_remote_code=trust_remote_code,
+        stored=checkpoint,
     )
     _choose_class(source)  # which refuses what is not decoder-only
     return source

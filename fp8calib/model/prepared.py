@@ -103,8 +103,7 @@ def list_skipped(
             yield f"{layer.attention.module}.k/v", why
     for module in sorted(ignored):
         yield module, "excluded by the recipe (observe.ignore)"
-    yield from _list_outside(prepared.model)
-    yield from _list_inside(prepared)
+    yield from _list_modules(prepared)
     weights = prepared.weights
     drafters = {path for site in observed for path in list_paths(site.module)}
     absent = sorted(group_by_pattern(compare_names(weights)[0]), key=dot_natural_key)
@@ -122,9 +121,15 @@ def list_skipped(
         yield from ((name, why) for name in names)
 
 
-def _list_outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """List the modules outside the text decoder that have weights, and are not observed."""
-    path, _ = find_text_decoder(model)
+def _list_modules(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
+    """List the modules with weights that are not observed, though no site is there.
+
+    They are outside the text decoder; or in it, and neither a linear of a layer nor an expert:
+    linears outside the layers, and matrices that other modules (routers, hyper-connections) apply
+    themselves. Experts are observed or in `unobserved`.
+    """
+    model = prepared.model
+    path, decoder = find_text_decoder(model)
     node: nn.Module = model
     above = ""
     for step in path.split(".") if path else ():
@@ -136,15 +141,6 @@ def _list_outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             else:
                 yield f"{above}{name}", f"{type(child).__name__}: not part of the text decoder"
         node, above = node.get_submodule(step), f"{above}{step}."
-
-
-def _list_inside(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
-    """List what multiplies in the text decoder, and is neither a linear of a layer nor an expert.
-
-    These are linears outside the layers, and matrices that other modules (routers,
-    hyper-connections) apply themselves. Experts are observed or in `unobserved`.
-    """
-    path, decoder = find_text_decoder(prepared.model)
     layers = prepared.geometry.layers[0].module.rpartition(".")[0]
     applied: dict[str, str] = {}
     for name, module in decoder.named_modules(prefix=path):

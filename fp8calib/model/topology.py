@@ -109,9 +109,8 @@ def find_geometry(
             mixer, or a fused layout is unknown.
     """
     prefix, decoder = find_text_decoder(model)
-    search = _Search(model, decoder, checkpoint_names)
     try:
-        search.add_layers(prefix, decoder)
+        search = _Search(model, prefix, decoder, checkpoint_names)
     except Fp8CalibError:
         raise
     except Exception as error:
@@ -139,7 +138,11 @@ class _Search:
     """The layers found so far, and the modules whose weights no hook can observe, with reasons."""
 
     def __init__(
-        self, model: PreTrainedModel, decoder: nn.Module, checkpoint_names: Mapping[str, str]
+        self,
+        model: PreTrainedModel,
+        prefix: str,
+        decoder: nn.Module,
+        checkpoint_names: Mapping[str, str],
     ) -> None:
         self.layers: list[Layer] = []
         self.unobserved: dict[str, str] = {}
@@ -148,9 +151,6 @@ class _Search:
         self._types: Any = getattr(self.config, "layer_types", None)
         # the prefix of the names of the model's classes, such as `KimiLinear`
         self._family = name_class(decoder).removesuffix("Model")
-
-    def add_layers(self, prefix: str, decoder: nn.Module) -> None:
-        """Find the list of the decoder layers, and describe each of them."""
         count, lists = self.config.num_hidden_layers, list[str]()
         for path, blocks in decoder.named_modules():
             # lists inside the elements of a list do not count

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import CalibrationOrigin
-from fp8calib.calibration.unquantized_tensors import BaseComparison, compare_with_base
+from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
@@ -82,24 +83,25 @@ def relate_to_quantized(
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
             hint="name the statistics, a kv-overlay or kv_scales.safetensors, which record them",
         )
-    compared, hint = BaseComparison(difference=difference), _OTHER_HINT
-    if not difference:
-        compared = compare_weights(hashes, checkpoint)
+    hint, found = _OTHER_HINT, dict[str, Any]()
+    has_other_attention = bool(difference)
+    if not has_other_attention:
+        difference, found = compare_weights(hashes, checkpoint)
         hint += "; methods that fold scales into norms (AWQ, SmoothQuant) change them: if it was "
         hint += "made from this model in such a way, add --other-weights"
-    if difference or (compared.difference and not other_weights):
-        raise ModelError(f"{other}: {compared.difference}", hint=hint)
+    if has_other_attention or (difference and not other_weights):
+        raise ModelError(f"{other}: {difference}", hint=hint)
     notes = []
-    if compared.uncompared:
+    if unchecked := found.get("unchecked"):
         notes.append(
             f"{checkpoint.folder}: its linears were not all compared with those of the calibrated "
-            f"model: {compared.uncompared}; if it is another model with the same norms and "
+            f"model: {unchecked}; if it is another model with the same norms and "
             "embeddings, the scales are wrong"
         )
-    if compared.difference:
+    if difference:
         notes.append(
             f"{checkpoint.folder} is not known to be made from the calibrated model: "
-            f"{compared.difference}, and --other-weights accepts it. Scales that AWQ and "
+            f"{difference}, and --other-weights accepts it. Scales that AWQ and "
             "SmoothQuant fold into norms and the linears after them leave K and V as they were; "
             "after other changes the KV scales do not fit"
         )
@@ -108,24 +110,19 @@ def relate_to_quantized(
                 "this model has as many KV heads as query heads: there AWQ may also fold scales "
                 "into v_proj and o_proj, which changes V"
             )
-    attachment = replace(
-        plain,
-        model=fingerprint,
-        accepted=compared.difference,
-        unchecked=compared.uncompared,
-        compared=compared.compared,
-    )
-    return attachment, notes
+    return replace(plain, model=fingerprint, accepted=difference, **found), notes
 
 
-def compare_weights(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
-    """Compare a checkpoint, decoded if it can be, with the record of the calibrated model."""
+def compare_weights(
+    recorded: Mapping[str, str], checkpoint: Checkpoint
+) -> tuple[str, dict[str, Any]]:
+    """Compare a checkpoint, decoded if it can be, with the record: see `compare_with_base`."""
     if find_quantized(checkpoint) is None:
         return compare_with_base(recorded, checkpoint)
     try:
         decoded = DecodedCheckpoint(checkpoint)
     except ModelError as error:
-        compared = compare_with_base(recorded, checkpoint)
-        return replace(compared, uncompared=compared.uncompared and error.message)
+        difference, found = compare_with_base(recorded, checkpoint)
+        return difference, found | ({"unchecked": error.message} if found.get("unchecked") else {})
     with decoded:
         return compare_with_base(recorded, decoded)

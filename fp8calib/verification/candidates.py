@@ -57,8 +57,9 @@ def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> 
     from fp8calib.model.live_model import LiveCheckpoint  # noqa: PLC0415
 
     is_made = bool(checkpoint.form) or isinstance(checkpoint, LiveCheckpoint)
-    if not (is_made and origin.unquantized) or (
-        compare_with_base(origin.unquantized, checkpoint).difference
+    if (
+        not (is_made and origin.unquantized)
+        or (compare_with_base(origin.unquantized, checkpoint)[0])
     ):
         check_origin(name, origin, target.fingerprint)
 

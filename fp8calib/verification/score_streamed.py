@@ -18,7 +18,7 @@ import torch
 
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import HookedCache
-from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerState
+from fp8calib.calibration.layer_steps import NO_STREAMING_HINT
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, store_calls
 from fp8calib.calibration.streamed_weights import EmbeddingRows
 from fp8calib.data.sequences import Batch
@@ -158,7 +158,7 @@ def run_streamed(
             with lanes[number].changed():  # the last norm
                 for place, batch in enumerate(batches):
                     hidden = steps.finish(batch, *prepare(number, num_layers, place))
-                    store.put((number, place), LayerState(hidden, {}))
+                    store.put((number, place), (hidden, {}))
     with streamed.load_rest_on_demand(), open_lm_head(streamed.model) as logits:
 
         def whole(hidden: torch.Tensor) -> torch.Tensor:
@@ -173,4 +173,4 @@ def run_streamed(
 
         for place, batch in enumerate(batches):
             keys = [(number, place) for number in range(len(lanes))]
-            add(batch, [store.get(key, decoder.device).output for key in keys], whole)
+            add(batch, [store.get(key, decoder.device)[0] for key in keys], whole)

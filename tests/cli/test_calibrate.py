@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, load_stats_file
+from fp8calib.checkpoint import checkpoint
 from fp8calib.commands.run_options import recipe_files
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.model.geometry import Role, Site
@@ -130,6 +131,21 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
     assert plan["writes"] == ["report.json", "rfc.tp2.json", "stats.safetensors"]
     assert "nothing was run or written" in succeed(*arguments, "--dry-run").out
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / plan["out"]).mkdir()
+    (tmp_path / plan["out"] / "thesis.tex").touch()
+    assert "thesis.tex" in fail(2, *arguments, "--dry-run")
+
+
+def test_the_config_of_a_model_is_read_once(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    load = checkpoint.load_json_object
+    monkeypatch.setattr(
+        checkpoint, "load_json_object", lambda path: read.append(path) or load(path)
+    )
+    succeed("calibrate", model, "--data", data, *QUICK, "--dry-run")
+    assert read == [model / "config.json"]
 
 
 @pytest.mark.parametrize("name", sorted(set(recipe_files()) - {"w8a16"}))

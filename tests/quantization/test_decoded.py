@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.commands.model import open_model
 from fp8calib.errors import ModelError
+from fp8calib.quantization.sources.decoded import decode_model
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.quantization.sources.packed import unpack
 from tests import zoo
@@ -43,7 +43,7 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, form: str) -> None:
         save_child({"fp8": CHANNELS, "blocks": "autofp8"}[form], child)
     else:
         save_int(child, 8 if form == "int8" else 4, group=32 if "groups" in form else None)
-    with open_model(child, if_quantized="") as opened:
+    with decode_model(Checkpoint.open(child), if_quantized="") as opened:
         whole = opened.read(NAME)
         assert whole.dtype is opened.dtype(NAME) is torch.bfloat16
         entry = opened.tensors[NAME]
@@ -78,7 +78,7 @@ def test_fp4_is_what_compressed_tensors_decodes(tmp_path: Path, form: str) -> No
     else:
         scale = scale.float() * stored[f"{module}.weight_scale_2"]
     expected = (values * scale.repeat_interleave(columns // scale.shape[1], 1)).to(torch.bfloat16)
-    with open_model(child, if_quantized="") as opened:
+    with decode_model(Checkpoint.open(child), if_quantized="") as opened:
         method = "modelopt" if form == "modelopt" else "compressed-tensors"
         assert opened.form == f"{'MXFP4' if form == 'mxfp4' else 'NVFP4'} weights ({method})"
         assert torch.equal(opened.read(NAME), expected)
@@ -135,7 +135,7 @@ def test_blocks_of_any_size_and_deepseek_v4_are_codes_times_scales(
         child, quantization_config=section | ({"weight_block_size": size} if size else {})
     )
     change_tensors(child, tensors)
-    with open_model(child, if_quantized="") as opened:
+    with decode_model(Checkpoint.open(child), if_quantized="") as opened:
         wanted = torch.from_numpy(expected).to(torch.bfloat16)
         assert torch.equal(opened.read(NAME), wanted)
         assert torch.equal(opened.read_rows(NAME, 97, 141), wanted[97:141])
@@ -143,7 +143,7 @@ def test_blocks_of_any_size_and_deepseek_v4_are_codes_times_scales(
         assert opened.form == f"{'MXFP4' if is_fp4 else 'FP8'} weights (fp8)"
     change_tensors(child, {scale_name: tensors[scale_name][:, 1:].contiguous()})
     with pytest.raises(ModelError, match=rf"{leaf} is \S+ \[{grid[0]}, {grid[1] - 1}\], expected"):
-        open_model(child, if_quantized="")
+        decode_model(Checkpoint.open(child), if_quantized="")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_fp4_scales_that_do_not_fit_are_named(
     child = save_fp4(tmp_path / "child", "nvfp4")
     change_tensors(child, {f"{NAME.removesuffix('.weight')}.{leaf}": value})
     with pytest.raises(ModelError, match=re.escape(says)):
-        open_model(child, if_quantized="")
+        decode_model(Checkpoint.open(child), if_quantized="")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_zero_points_are_those_of_compressed_tensors(
 
     change_tensors(child, change)
     expected = compressor.decompress(compressed, scheme)["weight"].to(torch.bfloat16)
-    with open_model(child, if_quantized="") as opened:
+    with decode_model(Checkpoint.open(child), if_quantized="") as opened:
         assert torch.equal(opened.read(NAME), expected)
         assert torch.equal(opened.read_rows(NAME, 9, 20), expected[9:20])
 
@@ -208,7 +208,7 @@ def test_zero_points_are_those_of_compressed_tensors(
 def test_experts_of_gpt_oss_are_what_transformers_decodes(tmp_path: Path) -> None:
     zoo.save("gpt_oss", tmp_path / "plain", hidden_size=64, intermediate_size=32)
     child, blocks = save_gpt_oss(tmp_path / "plain", tmp_path / "child")
-    with open_model(child, if_quantized="") as opened:
+    with decode_model(Checkpoint.open(child), if_quantized="") as opened:
         assert opened.form == "MXFP4 weights (mxfp4)"
         for name, (octets, scales) in blocks.items():
             expected = convert_moe_packed_tensors(octets, scales, dtype=torch.bfloat16)
@@ -249,11 +249,11 @@ def test_forms_of_several_groups_are_decoded_together(tmp_path: Path) -> None:
         groups[form] = section["config_groups"]["group_0"] | own
     change_tensors(child, lambda _: tensors)
     change_quantization(child, format="mixed-precision", config_groups=groups)
-    with open_model(child, if_quantized="") as opened:
+    with decode_model(Checkpoint.open(child), if_quantized="") as opened:
         assert opened.form == "FP8 and INT4 and NVFP4 weights (compressed-tensors)"
         names = set(opened.tensors)
         for form, folder in forms.items():
-            with open_model(folder, if_quantized="") as single:
+            with decode_model(Checkpoint.open(folder), if_quantized="") as single:
                 assert names == set(single.tensors)
                 for name in names:
                     if find_form(name) == form:

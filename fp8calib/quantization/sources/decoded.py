@@ -129,7 +129,7 @@ class DecodedCheckpoint(Checkpoint):
         method = quantized.method if self._fp8 is None else self._fp8.dialect.name
         forms = sorted({weight.form for weight in self.weights.values()})
         self.form = f"{' and '.join(forms)} weights ({method})"
-        named = dtype or find_dtype(super().load_config())
+        named = dtype or find_dtype(stored.load_config())
         self.dtype_name = named if named in _DTYPES else "bfloat16"
         stored_dtype = _DTYPES[self.dtype_name]
         size = ITEM_SIZE_BYTES[stored_dtype]
@@ -166,7 +166,7 @@ class DecodedCheckpoint(Checkpoint):
 
     def load_config(self) -> dict[str, object]:
         """Load `config.json` without the sections on quantization."""
-        return without_quantization(super().load_config())
+        return without_quantization(self._stored.load_config())
 
     def make_rows(self, name: str, rows: slice) -> torch.Tensor | None:
         """Decode rows of a quantized weight."""
