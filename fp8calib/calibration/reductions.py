@@ -27,10 +27,8 @@ from fp8calib.errors import CalibrationError
 from fp8calib.model.geometry import Site
 from fp8calib.numerics.amax import (
     amax_over,
-    channel_amax,
     expert_counts,
     group_amax,
-    row_amax,
     segment_amax,
 )
 from fp8calib.numerics.histogram import count_bins
@@ -85,7 +83,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
             hint="use --batch-size 1, which needs no padding",
         )
     else:  # rows of tokens that are not known
-        amax = channel_amax(rows) if len(rows) else rows.new_zeros(width).float()
+        amax = amax_over(rows, 0) if len(rows) else rows.new_zeros(width).float()
         of_batch = {"sequences": amax.amax(0, keepdim=True)} if batch.shape[0] == 1 else {}
         is_whole = len(rows) > 0 and len(rows) % batch.num_rows == 0
         num_tokens = batch.num_tokens if is_whole else len(rows)
@@ -104,7 +102,7 @@ def observe_expert_input(
     `index` has the experts that each token is routed to: int64 [N, K].
     """
     seen = observe_input(batch, site, hidden)
-    by_row = row_amax(hidden).unsqueeze(1).repeat_interleave(index.shape[1], 0)
+    by_row = amax_over(hidden, -1).unsqueeze(1).repeat_interleave(index.shape[1], 0)
     seen.tensors |= _reduce_experts(batch, by_row, index, num_experts)
     return seen
 

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.model.geometry import Linear, Role, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource, read_linears
-from fp8calib.numerics.amax import channel_amax, group_amax, row_amax
+from fp8calib.numerics.amax import amax_over, group_amax
 
 _ROWS_AT_ONCE = 4096
 
@@ -31,7 +31,7 @@ def observe_weights(
     by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
     for linear, expert, weight in read_linears(observed, source):
         name = linear.weight_name if expert is None else f"{linear.weight_name}[{expert}]"
-        found = {"amax": row_amax(weight), "amax_in": channel_amax(weight)}
+        found = {"amax": amax_over(weight, -1), "amax_in": amax_over(weight, 0)}
         if weight.device.type == "cpu" and not bool(found["amax"].isfinite().all()):
             _require_finite(weight, name, 0)
         site = Site(linear.module, Role.WEIGHT)

@@ -8,7 +8,7 @@ file is named; compared with its forward passes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -21,65 +21,37 @@ class Order(StrEnum):
     """Published checkpoints have either order; the model's hidden size tells which."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """A tensor that holds projections of all experts of a layer."""
-
-    ending: str
-    """The end of its name."""
-    projections: tuple[str, ...]
-    """The projections it holds, concatenated along the outputs."""
-    base: str = ".experts"
-    """Replaces `ending` in the names of experts with a tensor each; their number follows."""
-
-
 _GATE_UP = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
-_PARAMETERS = (
-    Stack(ending=".experts.gate_up_proj", projections=_GATE_UP),
-    Stack(ending=".experts.down_proj", projections=_DOWN),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayout:
-    """How a model type stacks its experts."""
-
-    stacks: tuple[Stack, ...] = _PARAMETERS
-    order: Order = Order.OUT_IN
-
-
-_ARIA = ExpertLayout(
-    stacks=(
-        Stack(ending=".experts.fc1.weight", projections=_GATE_UP),
-        Stack(ending=".experts.fc2.weight", projections=_DOWN),
-        *_PARAMETERS,
-    ),
-    order=Order.IN_OUT,
-)
-_GRANITE = ExpertLayout(
-    stacks=(
-        Stack(ending=".input_linear.weight", projections=_GATE_UP),
-        Stack(ending=".output_linear.weight", projections=_DOWN),
-        *_PARAMETERS,
-    ),
-)
-_LLAMA4 = ExpertLayout(order=Order.IN_OUT)
-_QWEN3_VL = ExpertLayout(order=Order.EITHER)
-"""`conversion_mapping.py`: Transpose with check_dims."""
-EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = {
-    **dict.fromkeys(("aria", "aria_text"), _ARIA),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
-    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
-    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), _QWEN3_VL),
-    **dict.fromkeys(("deepseek_v3", "ernie4_5_moe", "gemma4", "gemma4_text"), ExpertLayout()),
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), ExpertLayout()),
-    **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe"), ExpertLayout()),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), ExpertLayout()),
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    ".experts.gate_up_proj": _GATE_UP,
+    ".experts.down_proj": _DOWN,
 }
-"""By model type. Checkpoints of aria, gemma4, granitemoe*, llama4, qwen3_5_moe and qwen3_vl_moe are
-published with stacks; all other types have them only from
-`save_pretrained(save_original_format=False)`."""
+"""By the end of a stack's name, the projections that it holds, concatenated along the outputs."""
+_ARIA = {".experts.fc1.weight": _GATE_UP, ".experts.fc2.weight": _DOWN, **PARAMETERS}
+_GRANITE = {".input_linear.weight": _GATE_UP, ".output_linear.weight": _DOWN, **PARAMETERS}
+
+EXPERT_LAYOUTS: Mapping[str, tuple[Mapping[str, tuple[str, ...]], Order]] = {
+    **dict.fromkeys(("aria", "aria_text"), (_ARIA, Order.IN_OUT)),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"), (_GRANITE, Order.OUT_IN)
+    ),
+    **dict.fromkeys(("llama4", "llama4_text"), (PARAMETERS, Order.IN_OUT)),
+    # `conversion_mapping.py`: Transpose with check_dims
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), (PARAMETERS, Order.EITHER)),
+    **dict.fromkeys(
+        (
+            *("deepseek_v3", "ernie4_5_moe", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite"),
+            *("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe"),
+            *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        ),
+        (PARAMETERS, Order.OUT_IN),
+    ),
+}
+"""By model type: the stacks by the end of their names, and the order of their axes.
+
+Checkpoints of aria, gemma4, granitemoe*, llama4, qwen3_5_moe and qwen3_vl_moe are published with
+stacks; all other types have them only from `save_pretrained(save_original_format=False)`."""
 
 UNSERVED_STACKS: Mapping[str, str] = {
     "dbrx": "vLLM 0.32.0 loads no tensors of single experts for dbrx (models/dbrx.py), and a stack "
@@ -94,8 +66,10 @@ UNSERVED_STACKS: Mapping[str, str] = {
 class KnownStacks:
     """What is known of a model's tensors with three axes or more."""
 
-    layout: ExpertLayout | None = None
-    """How it stacks the experts of a layer; None if it does not, or in a way of its own."""
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The projections in a stack of a layer's experts, by the end of its name; empty if it has no
+    stacks, or in a way of its own."""
+    order: Order = Order.OUT_IN
     model_type: str = ""
     """The type of the text model."""
     hidden_size: object = None
@@ -109,9 +83,9 @@ def find_layout(config: Mapping[str, object]) -> KnownStacks:
     for inner in list_configs(config):
         kind = inner.get("model_type")
         if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
-            return KnownStacks(
-                layout=EXPERT_LAYOUTS[kind], model_type=kind, hidden_size=inner["hidden_size"]
-            )
+            stacks, order = EXPERT_LAYOUTS[kind]
+            size = inner["hidden_size"]
+            return KnownStacks(stacks=stacks, order=order, model_type=kind, hidden_size=size)
     return KnownStacks()
 
 

@@ -23,21 +23,21 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(largest, smallest.neg()).float()
 
 
-def row_amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude along the last axis: fp32 [...] of [..., C]."""
-    return amax_over(x, -1)
-
-
-def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suffixes
-    """Largest magnitude per channel: fp32 [C]; rows may have several axes."""
-    return amax_over(x_NC, tuple(range(x_NC.dim() - 1)))
+def amax_over(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
+    """Largest magnitude over some axes: fp32; -1 gives that of rows, 0 that of channels."""
+    if x.device.type != "cpu":
+        return _max_norm(x, axes)
+    if x.dtype in _HALVES:
+        # without its sign bit a float orders like an integer, inf and NaN above all numbers
+        return (x.view(torch.int16) & 0x7FFF).amax(axes).view(x.dtype).float()
+    return torch.maximum(x.amax(axes), x.amin(axes).neg_()).float()
 
 
 def group_amax(x: torch.Tensor, size: int) -> torch.Tensor:
     """Largest magnitude per `size` consecutive channels: fp32 [..., ceil(C / size)] of [..., C]."""
     missing = -x.shape[-1] % size
     padded = pad(x, (0, missing)) if missing else x
-    return row_amax(padded.reshape(*x.shape[:-1], -1, size))
+    return amax_over(padded.reshape(*x.shape[:-1], -1, size), -1)
 
 
 def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -77,16 +77,6 @@ def expert_counts(experts_N: torch.Tensor, num_experts: int) -> torch.Tensor:  #
 def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
     """Lay heads side by side, one row per token: [B*S, H*D]."""
     return x_BHSD.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def amax_over(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
-    """Largest magnitude over some axes: fp32."""
-    if x.device.type != "cpu":
-        return _max_norm(x, axes)
-    if x.dtype in _HALVES:
-        # without its sign bit a float orders like an integer, inf and NaN above all numbers
-        return (x.view(torch.int16) & 0x7FFF).amax(axes).view(x.dtype).float()
-    return torch.maximum(x.amax(axes), x.amin(axes).neg_()).float()
 
 
 def _max_norm(x: torch.Tensor, axes: int | tuple[int, ...] | None) -> torch.Tensor:

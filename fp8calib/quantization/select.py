@@ -21,10 +21,8 @@ from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.model.drafters import count_layers, find_promise, is_drafted, number_layer
 from fp8calib.model.expert_layouts import (
     UNSERVED_STACKS,
-    ExpertLayout,
     KnownStacks,
     Order,
-    Stack,
     cut_name,
     find_layout,
     list_configs,
@@ -171,7 +169,7 @@ def find_selection(
         reason = find_reason(name, entry, inside)
         if cut_name(name) in known.buffers:
             reason = _BUFFER
-        elif known.layout is not None and _is_stacked(name, entry) and not _EXPERTS.match(name):
+        elif known.stacks and _is_stacked(name, entry) and not _EXPERTS.match(name):
             reason = reason or _OTHER_STACK
         if reason is None and inside:
             quantized += inside
@@ -368,7 +366,7 @@ class ExpertStacks:
     ) -> None:
         self._tensors = tensors
         found = find_layout(config)
-        self._known = found if known is None or found.layout is not None else known
+        self._known = found if known is None or found.stacks else known
         types = [inner.get("model_type") for inner in list_configs(config)]
         # why engines load the experts of this model in no form of FP8 that is written
         self.unserved = next((why for kind, why in UNSERVED_STACKS.items() if kind in types), "")
@@ -378,37 +376,39 @@ class ExpertStacks:
         known = self._known
         if self.unserved:
             return f"which engines cannot load in FP8: {self.unserved}"
-        if known.layout is None:
+        if not known.stacks:
             return "in an unknown layout"
         return (
-            f"in an unknown layout: {known.model_type} has {known.layout.order} with the hidden "
+            f"in an unknown layout: {known.model_type} has {known.order} with the hidden "
             f"size {known.hidden_size}"
         )
 
     def split(self, name: str) -> tuple[Matrix, ...]:
         """List the matrices of a stack, expert by expert; none when its layout is unknown."""
-        if (layout := self._known.layout) is None:
+        stacks = self._known.stacks
+        ending = next(filter(name.endswith, stacks), None)
+        if ending is None:
             return ()
-        stack = next((each for each in layout.stacks if name.endswith(each.ending)), None)
-        if stack is None:
-            return ()
-        fitting = self._list_orientations(layout, stack, name)
-        base = name.removesuffix(stack.ending)
+        projections, base = stacks[ending], name.removesuffix(ending)
+        fitting = self._list_orientations(projections, name)
         if len(fitting) > 1:
             # A square matrix fits both ways: it is read as the other stack of the same experts.
             # Where that one is transposed, transformers (whose Transpose looks at each shape alone)
             # and vLLM read the square one differently, so its orientation is unknown.
-            others = [each for each in layout.stacks if each.projections != stack.projections]
-            beside = [self._list_orientations(layout, each, base + each.ending) for each in others]
+            beside = [
+                self._list_orientations(others, base + end)
+                for end, others in stacks.items()
+                if others != projections
+            ]
             fitting = [False] if [False] in beside else []
         if len(fitting) != 1:
             return ()
         entry, is_transposed = self._tensors[name], fitting[0]
         outputs, inputs = _orient(entry.shape, is_transposed=is_transposed)
-        rows = outputs // len(stack.projections)
+        rows = outputs // len(projections)
         return tuple(
             Matrix(
-                module=f"{base}{stack.base}.{expert}.{projection}",
+                module=f"{base}.experts.{expert}.{projection}",
                 shape=(rows, inputs),
                 dtype=entry.dtype,
                 position=StackPosition(
@@ -416,17 +416,17 @@ class ExpertStacks:
                 ),
             )
             for expert in range(entry.shape[0])
-            for number, projection in enumerate(stack.projections)
+            for number, projection in enumerate(projections)
         )
 
-    def _list_orientations(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
+    def _list_orientations(self, projections: tuple[str, ...], name: str) -> list[bool]:
         """List the orientations that fit a stack's shape: whether it is transposed."""
         shape = self._tensors[name].shape if name in self._tensors else ()
         found = []
-        for is_transposed in _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ():
+        for is_transposed in _ORIENTATIONS[self._known.order] if len(shape) == _STACK_AXES else ():
             outputs, inputs = _orient(shape, is_transposed=is_transposed)
-            hidden = outputs if stack.projections == ("down_proj",) else inputs
-            if hidden == self._known.hidden_size and outputs % len(stack.projections) == 0:
+            hidden = outputs if projections == ("down_proj",) else inputs
+            if hidden == self._known.hidden_size and outputs % len(projections) == 0:
                 found.append(is_transposed)
         return found
 

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.model.module_paths import span_experts
-from fp8calib.numerics.amax import block_amax, row_amax, tensor_amax
+from fp8calib.numerics.amax import amax_over, block_amax, tensor_amax
 from fp8calib.numerics.encode import power_of_two_scale_of, scale_of
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.schemes import Granularity, Scheme
@@ -184,7 +184,7 @@ def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Compute the largest magnitude of each row or block of a weight, as the scheme divides it."""
     if scheme.weights is Granularity.BLOCK:
         return block_amax(values, scheme.block)
-    return row_amax(values)
+    return amax_over(values, -1)
 
 
 def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:

@@ -10,10 +10,8 @@ from fp8calib.errors import UsageError
 from fp8calib.numerics.amax import (
     amax_over,
     block_amax,
-    channel_amax,
     expert_counts,
     group_amax,
-    row_amax,
     segment_amax,
     tensor_amax,
 )
@@ -217,8 +215,8 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_channels_and_rows_equal_numpy(num_rows: int, dtype: torch.dtype) -> None:
     x = random(num_rows, 7, dtype=dtype)
     magnitudes = np.abs(x.float().numpy())
-    np.testing.assert_array_equal(channel_amax(x).numpy(), magnitudes.max(0))
-    np.testing.assert_array_equal(row_amax(x).numpy(), magnitudes.max(1))
+    np.testing.assert_array_equal(amax_over(x, 0).numpy(), magnitudes.max(0))
+    np.testing.assert_array_equal(amax_over(x, -1).numpy(), magnitudes.max(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -235,7 +233,7 @@ def test_tensors_and_blocks_by_hand(dtype: torch.dtype) -> None:
     x = torch.zeros(130, 200).to(dtype)
     x[0, 0], x[1, 5], x[127, 130], x[129, 199] = -3.0, 2.0, 0.5, -0.25
     assert tensor_amax(x).item() == 3.0
-    assert row_amax(x).dtype is torch.float32
+    assert amax_over(x, -1).dtype is torch.float32
     assert block_amax(x, BLOCK).tolist() == [[3.0, 0.5], [0.0, 0.25]]
 
 
@@ -246,23 +244,23 @@ def test_what_is_not_finite_is_never_lost(value: float, dtype: torch.dtype) -> N
         x = random(100, 300, dtype=dtype)
         x[row, 140] = value
         assert not tensor_amax(x).isfinite()
-        assert [*(~row_amax(x).isfinite()).nonzero()] == [row]
-        assert [*(~channel_amax(x).isfinite()).nonzero()] == [140]
+        assert [*(~amax_over(x, -1).isfinite()).nonzero()] == [row]
+        assert [*(~amax_over(x, 0).isfinite()).nonzero()] == [140]
         assert block_amax(x, BLOCK).isfinite().tolist() == [[True, False, True]]
         heads = x.reshape(1, 100, 3, 100).transpose(1, 2)
         assert amax_over(heads, (2, 3)).isfinite().tolist() == [[True, False, True]]
 
 
 def test_magnitudes_of_subnormals_are_exact() -> None:
-    assert row_amax(torch.tensor([[1e-45, -3e-45]])).item() == 2.0**-148  # 3e-45 is 2 x 2**-149
-    assert row_amax(torch.tensor([[-(2.0**-133)]]).bfloat16()).item() == 2.0**-133
+    assert amax_over(torch.tensor([[1e-45, -3e-45]]), -1).item() == 2.0**-148  # 2 x 2**-149
+    assert amax_over(torch.tensor([[-(2.0**-133)]]).bfloat16(), -1).item() == 2.0**-133
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_input_is_left_as_it_was(dtype: torch.dtype) -> None:
     x = random(100, 4, dtype=dtype)
     before = x.clone()
-    channel_amax(x)
+    amax_over(x, 0)
     amax_over(x.reshape(1, 1, 100, 4), (2, 3))
     assert torch.equal(x, before)
 

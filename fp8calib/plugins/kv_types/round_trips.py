@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from fp8calib.numerics.amax import row_amax
+from fp8calib.numerics.amax import amax_over
 from fp8calib.numerics.cast import round_to_format
 from fp8calib.numerics.formats import E4M3FN
 
@@ -27,7 +27,7 @@ def e4m3_vectors(x: torch.Tensor) -> torch.Tensor:
     Read, as `int8_vectors`, in vLLM 0.32.0 v1/attention/ops/triton_reshape_and_cache_flash.py
     _reshape_cache_per_token_head.
     """
-    scale = (row_amax(x).unsqueeze(-1) / E4M3FN.max).clamp(min=1e-6)
+    scale = (amax_over(x, -1).unsqueeze(-1) / E4M3FN.max).clamp(min=1e-6)
     return round_to_format(x.float() * scale.reciprocal(), E4M3FN) * scale
 
 
@@ -67,14 +67,14 @@ def first_update(x: torch.Tensor, is_prompt: torch.Tensor | None = None) -> torc
     transformers 5.23.0: cache_utils.py Fp8QuantizedLayer.
     """
     prompt = x if is_prompt is None else x.where(is_prompt[:, None, :, None], 0)
-    amax = row_amax(prompt.flatten(-3))[..., None, None, None]
+    amax = amax_over(prompt.flatten(-3), -1)[..., None, None, None]
     scale = (amax / E4M3FN.max).clamp(min=_FP32.tiny)
     return round_to_format(x.float() / scale, E4M3FN) * scale
 
 
 def int8_vectors(x: torch.Tensor) -> torch.Tensor:
     """Store in 8-bit integers with a scale for each vector, halves away from zero."""
-    scale = (row_amax(x).unsqueeze(-1) / 127.0).clamp(min=1e-6)
+    scale = (amax_over(x, -1).unsqueeze(-1) / 127.0).clamp(min=1e-6)
     return _round_half_away(x.float() * scale.reciprocal()).clamp(-128, 127) * scale
 
 

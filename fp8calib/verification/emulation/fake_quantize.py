@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8calib.numerics.amax import block_amax, group_amax, row_amax, tensor_amax
+from fp8calib.numerics.amax import amax_over, block_amax, group_amax, tensor_amax
 from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.encode import power_of_two_scale_of, scale_of
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format, Rounding
@@ -172,7 +172,7 @@ def _broadcast_amax(
         rows, columns = block
         spread = block_amax(x, block).repeat_interleave(columns, -1).repeat_interleave(rows, -2)
         return spread[..., : x.shape[-2], : x.shape[-1]]
-    return row_amax(x).unsqueeze(-1)
+    return amax_over(x, -1).unsqueeze(-1)
 
 
 # --- the damage to a tensor ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.commands.model import open_model
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.table import Scale, ScaleSource
@@ -70,7 +70,7 @@ class Runner:
     def __init__(self, folder: Path, dtype: torch.dtype, engine: str = ENGINE) -> None:
         source = open_source(str(folder))
         self.numerics = find_emulated(engine)[1]
-        with open_model(source.folder, if_quantized="") as checkpoint:
+        with Checkpoint.open(source.folder) as checkpoint:
             prepared = prepare(build_skeleton(source), checkpoint)
             self.geometry = prepared.geometry
             self._model = load_model(source, dtype=dtype, device="cpu", device_map=None)
