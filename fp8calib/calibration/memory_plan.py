@@ -342,12 +342,36 @@ def whole_bytes(work: Workload) -> dict[str, int]:
 
 
 def working_bytes(work: Workload) -> dict[str, int]:
-    """Compute the bytes of a run besides weights, hidden states and logits."""
-    sizes = {"micro-batch": _batch_bytes(work), **work.extra}
+    """Compute the bytes of a run besides weights, hidden states and logits.
+
+    A micro-batch counts inside the layer that needs most.
+    """
+    config, geometry, itemsize = work.config, work.prepared.geometry, work.dtype.itemsize
+    copies = _LIVE_COPIES * itemsize + 2 * _FLOAT32_BYTES
+    if work.changes_inputs:
+        copies += _LIVE_COPIES * _FLOAT32_BYTES
+    widest = max(_layer_width(layer, config) for layer in geometry.layers)
+    per_token = widest * copies + work.stream_width * (_LIVE_COPIES + 2) * itemsize
+    heads = _num_scored_heads(work)
+    per_pair = 1 + itemsize + heads * (_LIVE_COPIES * itemsize + _FLOAT32_BYTES)
+    # Kernels need no mask for plain causal attention. With ALiBi in the config (falcon)
+    # transformers always builds one, used or not.
+    has_mask = hasattr(config, "alibi") or any(batch.mask is not None for batch in work.batches)
+    windows = [each.sliding_window for _, each in geometry.attentions()]
+    windows.append(getattr(config, "attention_chunk_size", None))
+    shortest = min((window for window in windows if window is not None), default=math.inf)
+    largest = 0
+    for rows, columns in {tuple(batch.input_ids.shape) for batch in work.batches}:
+        row_bytes = columns * per_token
+        if heads or has_mask or shortest <= columns:
+            row_bytes += columns**2 * per_pair
+        if work.device == "cpu":
+            row_bytes += _scan_bytes(config, columns)
+        largest = max(largest, rows * row_bytes)
+    sizes = {"micro-batch": largest, **work.extra}
     if work.changes_weights:  # one linear, or one expert, is quantized and measured at a time
-        linears = work.prepared.geometry.linears()
-        largest = max((x.in_features * x.out_features for _, x in linears), default=0)
-        sizes["changed weights"] = largest * _FLOAT32_BYTES * _LIVE_COPIES
+        elements = max((x.in_features * x.out_features for _, x in geometry.linears()), default=0)
+        sizes["changed weights"] = elements * _FLOAT32_BYTES * _LIVE_COPIES
     return sizes
 
 
@@ -386,33 +410,6 @@ def _num_scored_heads(work: Workload) -> int:
         each.k_head_dim == each.v_head_dim for each in attentions
     )
     return 0 if is_fused else max((each.num_heads for each in attentions), default=0)
-
-
-def _batch_bytes(work: Workload) -> int:
-    """Compute the bytes of the largest micro-batch inside the layer that needs most."""
-    config, geometry, itemsize = work.config, work.prepared.geometry, work.dtype.itemsize
-    copies = _LIVE_COPIES * itemsize + 2 * _FLOAT32_BYTES
-    if work.changes_inputs:
-        copies += _LIVE_COPIES * _FLOAT32_BYTES
-    widest = max(_layer_width(layer, config) for layer in geometry.layers)
-    per_token = widest * copies + work.stream_width * (_LIVE_COPIES + 2) * itemsize
-    heads = _num_scored_heads(work)
-    per_pair = 1 + itemsize + heads * (_LIVE_COPIES * itemsize + _FLOAT32_BYTES)
-    # Kernels need no mask for plain causal attention. With ALiBi in the config (falcon)
-    # transformers always builds one, used or not.
-    has_mask = hasattr(config, "alibi") or any(batch.mask is not None for batch in work.batches)
-    windows = [each.sliding_window for _, each in geometry.attentions()]
-    windows.append(getattr(config, "attention_chunk_size", None))
-    shortest = min((window for window in windows if window is not None), default=math.inf)
-    largest = 0
-    for rows, columns in {tuple(batch.input_ids.shape) for batch in work.batches}:
-        row_bytes = columns * per_token
-        if heads or has_mask or shortest <= columns:
-            row_bytes += columns**2 * per_pair
-        if work.device == "cpu":
-            row_bytes += _scan_bytes(config, columns)
-        largest = max(largest, rows * row_bytes)
-    return largest
 
 
 def _layer_width(layer: Layer, config: Any) -> int:

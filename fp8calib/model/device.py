@@ -20,6 +20,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 _HEADROOM = 1.2
 
@@ -98,9 +99,9 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
     if device != "cpu":
         is_known = stored in DTYPES
         return (stored, "the checkpoint's") if is_known else ("bfloat16", f"for {stored} weights")
-    flags = _cpu_flags()
-    flag = next((name for name in _BF16_FLAGS if name in flags), None)
-    if flag is not None:
+    found = re.search(r"^flags.*:(.*)", CPU_INFO.read_text(), re.M) if CPU_INFO.is_file() else None
+    flags = found[1].split() if found else []
+    if flag := next((name for name in _BF16_FLAGS if name in flags), ""):
         return "bfloat16", f"the processor has {flag}"
     num_elements = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
     needed = num_elements * 4 * _HEADROOM
@@ -110,9 +111,3 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
             f"float32 needs {needed / GIB:.1f} GiB and {available / GIB:.1f} GiB are free"
         )
     return "float32", f"the processor has neither {' nor '.join(_BF16_FLAGS)}"
-
-
-def _cpu_flags() -> list[str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^flags.*:(.*)", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else None
-    return found[1].split() if found else []

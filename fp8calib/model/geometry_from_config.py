@@ -182,11 +182,11 @@ def read_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometry:
 
 def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometry | None:
     """Give what `build_geometry` finds; None if it has to be asked."""
-    family = _find_family(config)
-    if family is None:
+    found = _find_family(config)
+    if found is None:
         return None
-    checkpoint = open_leniently(folder)
-    layers, shapes = _build(family, config)
+    checkpoint, (family, head_dim) = open_leniently(folder), found
+    layers, shapes = _build(family, head_dim, config)
     leftovers = [name for name in checkpoint.tensors if name not in shapes]
     scales = [_SCALE.fullmatch(name) for name in leftovers]
     if not all(found is not None and int(found[1]) < len(layers) for found in scales):
@@ -243,8 +243,8 @@ def read_whole_geometry(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Mo
     return found.model_copy(update={"checkpoint_dtype": stored_dtype(checkpoint)})
 
 
-def _find_family(config: Mapping[str, Any]) -> _Family | None:
-    """Find the family of a config; None unless every key is understood."""
+def _find_family(config: Mapping[str, Any]) -> tuple[_Family, int] | None:
+    """Find a config's family and the size of its heads; None unless every key is understood."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
@@ -253,6 +253,7 @@ def _find_family(config: Mapping[str, Any]) -> _Family | None:
     if not pattern({k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}):
         return None
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    head_dim: int = config.get("head_dim", family.head_dim or config["hidden_size"] // heads)
     has_theta = "rope_theta" in config
     has_scaling, has_parameters = (
         config.get(key) is not None for key in ("rope_scaling", "rope_parameters")
@@ -260,29 +261,23 @@ def _find_family(config: Mapping[str, Any]) -> _Family | None:
     fits = (
         (config.get("pad_token_id") or 0) < config["vocab_size"]
         and config["hidden_size"] % heads == heads % config["num_key_value_heads"] == 0
-        and _head_dim(family, config) % 2 == 0
+        and head_dim % 2 == 0
         and len(config.get("layer_types", range(num_layers))) == num_layers
         # the base of the angles is beside `rope_scaling`, or in `rope_parameters`
         and not (has_parameters and (has_scaling or has_theta))
         and not (has_scaling and not has_theta)
     )
-    return family if fits else None
-
-
-def _head_dim(family: _Family, config: Mapping[str, Any]) -> int:
-    default = family.head_dim or config["hidden_size"] // config["num_attention_heads"]
-    return int(config.get("head_dim", default))
+    return (family, head_dim) if fits else None
 
 
 def _build(
-    family: _Family, config: Mapping[str, Any]
+    family: _Family, head_dim: int, config: Mapping[str, Any]
 ) -> tuple[list[Layer], dict[str, tuple[int, ...]]]:
     """Build the layers, and give the shape of every parameter of the class, in its order."""
     hidden, inner, vocab = (
         config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
     )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = _head_dim(family, config)
     projections = (  # path, outputs, inputs, and heads or rows of the outputs
         ("self_attn.q_proj", heads * head_dim, hidden, heads),
         ("self_attn.k_proj", kv_heads * head_dim, hidden, kv_heads),

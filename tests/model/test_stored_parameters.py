@@ -124,15 +124,12 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.fixture
-def processor(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Give a processor with no flag that counts and 1 GiB of free memory."""
-    set_flags(monkeypatch, "fpu avx2 avx512f")
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx2 avx512f\n")
+    monkeypatch.setattr(chosen, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(chosen, "available_bytes", lambda: 2**30)
     return monkeypatch
-
-
-def set_flags(patch: pytest.MonkeyPatch, flags: str) -> None:
-    patch.setattr(chosen, "_cpu_flags", lambda: frozenset(flags.split()))
 
 
 @pytest.mark.usefixtures("processor")
