@@ -114,7 +114,7 @@ def run(
             model = replace(model, checkpoint=stack.enter_context(Checkpoint.open(folder)))
         _check_formats(request, recipe, model)
         if out is not None:
-            _check_outputs(request, recipe, model, out)
+            _check_outputs(request, recipe, model, out, reporter)
         text = None
         if recipe.observe.needs_forward:
             given = request.tokenizer
@@ -277,11 +277,18 @@ def _check_formats(request: CalibrateRequest, recipe: Recipe, model: RunModel) -
     )
 
 
-def _check_outputs(request: CalibrateRequest, recipe: Recipe, model: RunModel, out: Path) -> None:
+def _check_outputs(
+    request: CalibrateRequest, recipe: Recipe, model: RunModel, out: Path, reporter: Reporter
+) -> None:
     """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
-    may_be_finished = request.resume and _looks_finished(recipe, out)
-    if not may_be_finished:
-        check_output(out, _list_owned(recipe), request.force, inputs=[model.source.folder])
+    if not (request.resume and _looks_finished(recipe, out)):
+        try:
+            check_output(out, _list_owned(recipe), request.force, inputs=[model.source.folder])
+        except UsageError as error:
+            if not request.dry_run:
+                raise
+            why = "; ".join(filter(None, (error.message, error.hint)))
+            reporter.warn(f"the run itself would be refused: {why}")
     checkpoint = model.checkpoint
     check_replaced(recipe.formats, out, checkpoint.stored)
     if recipe.quantize is None:
