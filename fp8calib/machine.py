@@ -30,10 +30,7 @@ def available_bytes(*, root: Path = _ROOT) -> int:
 
     This is the least of what the machine has available, of what the control groups (v2 or v1)
     allow, and of the limits of data and address space. Page cache counts as available: the kernel
-    evicts it.
-
-    Args:
-        root: where `proc` and `sys` are.
+    evicts it. `root` has `proc` and `sys`.
     """
     of_machine = _read_sizes(root / "proc/meminfo").get("MemAvailable")
     if of_machine is None:
@@ -57,10 +54,8 @@ def anonymous_bytes() -> int | None:
 def count_processors(*, root: Path = _ROOT) -> int:
     """Count the processors that the process may use, one at least.
 
-    A quota of a control group, which containers have, counts as so many whole processors.
-
-    Args:
-        root: where `proc` and `sys` are.
+    A quota of a control group, which containers have, counts as so many whole processors. `root`
+    has `proc` and `sys`.
     """
     counts = [len(os.sched_getaffinity(0))]
     for folder, is_v2 in _list_groups(root, "cpu"):

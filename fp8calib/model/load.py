@@ -160,11 +160,7 @@ def _explain_load_error(error: BaseException) -> str:
 
 
 def _choose_class(source: ModelSource) -> tuple[Any, Any]:
-    """Choose the class of transformers and its config: some classes take only the text config.
-
-    Raises:
-        ModelError: the model is not decoder-only.
-    """
+    """Choose the class of transformers and its config: some classes take only the text config."""
     config, raw = source.config, source.raw_config
     if source.trust_remote_code and isinstance(raw.get("auto_map"), dict):
         return transformers.AutoModelForCausalLM, config
