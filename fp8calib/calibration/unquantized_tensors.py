@@ -110,7 +110,7 @@ def compare_with_base(
         num_hashes += 1
     if not num_hashes:
         return "it has no unquantized norm or embedding to compare", {}
-    sketches = {name: text for name, text in recorded.items() if text.startswith(_SKETCH)}
+    sketches = {name: text for name, text in recorded.items() if is_sketch(text)}
     if not sketches:
         return "", {"unchecked": "the record of the calibrated model has no linears"}
     missing = []
@@ -130,6 +130,11 @@ def compare_with_base(
         "unchecked": f"its {shorten(missing[0])} cannot be decoded" if missing else "",
         "compared": f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears",
     }
+
+
+def is_sketch(text: str) -> bool:
+    """Tell what is recorded of a linear from the hash of a norm or an embedding."""
+    return text.startswith(_SKETCH)
 
 
 def _matches(patterns: Mapping[int, re.Pattern[str]], name: str, entry: TensorEntry) -> bool:

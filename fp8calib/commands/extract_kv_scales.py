@@ -120,7 +120,8 @@ class ExtractResult(Result):
 def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     """Read the scales, and write them in the requested format.
 
-    No weight of the quantized model is read, and few of the other model: for its fingerprint.
+    Of the weights, few rows of each linear, the norms and the embeddings are read, to compare the
+    two models where the scales record none.
 
     Raises:
         UsageError: an option is invalid, or the source does not state its FP8 format.
@@ -160,6 +161,13 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         if quantized is None:
             check_origin(str(path), table.origin, fingerprint)
             attachment, related = Attachment(replaces_scales=request.replace_scales), list[str]()
+            if table.origin is None:
+                from fp8calib.quantization.attachment import compare_source
+
+                compared, related = compare_source(
+                    path, checkpoint, geometry, other_weights=request.other_weights
+                )
+                attachment = replace(attachment, compared=compared)
         else:
             from fp8calib.quantization.attachment import relate_to_quantized
 

@@ -82,7 +82,7 @@ STATS = Option(
 )
 OTHER_WEIGHTS = Option(
     "--other-weights",
-    "Accept a quantized MODEL with other norms or embeddings than the calibrated model "
+    "Accept other norms, embeddings or linears than the calibrated model has "
     "(AWQ and SmoothQuant change norms).",
 )
 REPLACE_SCALES = Option("--replace-scales", "Replace the KV scales that MODEL has.")

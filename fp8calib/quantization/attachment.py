@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import CalibrationOrigin
-from fp8calib.calibration.unquantized_tensors import compare_with_base
+from fp8calib.calibration.unquantized_tensors import (
+    compare_with_base,
+    hash_unquantized,
+    is_sketch,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
@@ -83,34 +90,82 @@ def relate_to_quantized(
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
             hint="name the statistics, a kv-overlay or kv_scales.safetensors, which record them",
         )
-    hint, found = _OTHER_HINT, dict[str, Any]()
-    has_other_attention = bool(difference)
-    if not has_other_attention:
-        difference, found = compare_weights(hashes, checkpoint)
-        hint += "; methods that fold scales into norms (AWQ, SmoothQuant) change them: if it was "
-        hint += "made from this model in such a way, add --other-weights"
-    if has_other_attention or (difference and not other_weights):
+    if difference:
+        raise ModelError(f"{other}: {difference}", hint=_OTHER_HINT)
+    difference, found = compare_weights(hashes, checkpoint)
+    unchecked = found.get("unchecked", "")
+    notes = _list_accepted(
+        *(difference, unchecked, other, checkpoint.folder, geometry), other_weights=other_weights
+    )
+    return replace(plain, model=fingerprint, accepted=difference, **found), notes
+
+
+def compare_source(
+    source: Path, model: Checkpoint, geometry: ModelGeometry, *, other_weights: bool
+) -> tuple[str, list[str]]:
+    """Check that a checkpoint whose scales record no model was made from an unquantized one.
+
+    What it names otherwise is not compared. On the Hub it is not read: embeddings are large.
+
+    Returns:
+        Which linears were compared, in words; and what was not compared, or differs and was
+        accepted.
+
+    Raises:
+        ModelError: it was not made from the model, naming the first difference.
+    """
+    note = f"{source}: {_UNKNOWN}, so only layers and shapes were compared with {model.folder}"
+    is_model = any((source / name).is_file() for name in (INDEX_NAME, SINGLE_FILE_NAME))
+    if not is_model or any(map(find_ranged_file, source.glob("*.safetensors"))):
+        return "", [note]
+    with Checkpoint.open(source) as stored:
+        hashes = hash_unquantized(model)
+        shared = {name for name in hashes if name in stored.tensors}
+        if all(is_sketch(hashes[name]) for name in shared):
+            return "", [note]
+        recorded = {k: text for k, text in hashes.items() if is_sketch(text) or k in shared}
+        difference, found = compare_weights(recorded, stored)
+    other, unchecked = f"{source} was not made from {model.folder}", found.get("unchecked", "")
+    notes = _list_accepted(
+        *(difference, unchecked, other, source, geometry), other_weights=other_weights
+    )
+    return found.get("compared", ""), notes
+
+
+def _list_accepted(
+    difference: str,
+    unchecked: str,
+    other: str,
+    folder: Path,
+    geometry: ModelGeometry,
+    *,
+    other_weights: bool,
+) -> list[str]:
+    """Say what was not compared, or differs and is accepted; `other` begins the error if not."""
+    if difference and not other_weights:
+        hint = f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
+        hint += "them: if it was made from this model in such a way, add --other-weights"
         raise ModelError(f"{other}: {difference}", hint=hint)
     notes = []
-    if unchecked := found.get("unchecked"):
+    if unchecked:
         notes.append(
-            f"{checkpoint.folder}: its linears were not all compared with those of the calibrated "
-            f"model: {unchecked}; if it is another model with the same norms and "
-            "embeddings, the scales are wrong"
+            f"{folder}: its linears were not all compared with those of the calibrated model: "
+            f"{unchecked}; if it is another model with the same norms and embeddings, "
+            "the scales are wrong"
         )
     if difference:
         notes.append(
-            f"{checkpoint.folder} is not known to be made from the calibrated model: "
-            f"{difference}, and --other-weights accepts it. Scales that AWQ and "
-            "SmoothQuant fold into norms and the linears after them leave K and V as they were; "
-            "after other changes the KV scales do not fit"
+            f"{folder} is not known to be made from the calibrated model: {difference}, "
+            "and --other-weights accepts it. Scales that AWQ and SmoothQuant fold into norms and "
+            "the linears after them leave K and V as they were; after other changes the KV scales "
+            "do not fit"
         )
         if any(each.num_heads == each.num_kv_heads for _, each in geometry.attentions()):
             notes.append(
                 "this model has as many KV heads as query heads: there AWQ may also fold scales "
                 "into v_proj and o_proj, which changes V"
             )
-    return replace(plain, model=fingerprint, accepted=difference, **found), notes
+    return notes
 
 
 def compare_weights(

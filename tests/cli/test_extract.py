@@ -252,6 +252,24 @@ def test_only_of_scales_without_a_record_no_model_is_compared(
         assert is_said is (scales.parent == FOLDER)
 
 
+KV_CHECKPOINTS = ["llmcompressor-fp8-static-kv", "modelopt-fp8-kv", "quark-fp8-kv"]
+
+
+@pytest.mark.parametrize("name", KV_CHECKPOINTS)
+@pytest.mark.parametrize("changed", [NORM, "model.layers.0.self_attn.v_proj.weight"])
+def test_scales_of_a_checkpoint_are_refused_for_another_model(
+    tmp_path: Path, name: str, changed: str
+) -> None:
+    source, other = FOLDER / name, Path(shutil.copytree(BASE, tmp_path / "other"))
+    done = succeed(*name_command(source, BASE, tmp_path / "own", "--json"))
+    assert done.json["compared"]
+    change_tensors(other, lambda tensors: {**tensors, changed: tensors[changed] * 2})
+    text = fail(4, *name_command(source, other, tmp_path / "out"))
+    assert f"{source} was not made from {other}: its {changed} differs" in text
+    done = succeed(*name_command(source, other, tmp_path / "out", "--other-weights", "--json"))
+    assert any(f"its {changed} differs" in note for note in done.json["notes"])
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"attention": {}}', '{"unquantized": {}}'])
 def test_a_damaged_record_is_named(
     calibrated: Path, child: Path, tmp_path: Path, text: str
