@@ -16,7 +16,7 @@ from fp8calib.calibration.unquantized_tensors import (
     is_sketch,
 )
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
@@ -116,7 +116,7 @@ def compare_source(
     """
     note = f"{source}: {_UNKNOWN}, so only layers and shapes were compared with {model.folder}"
     is_model = any((source / name).is_file() for name in (INDEX_NAME, SINGLE_FILE_NAME))
-    if not is_model or any(map(find_ranged_file, source.glob("*.safetensors"))):
+    if not is_model or any(each in RANGED_FILES for each in source.glob("*.safetensors")):
         return "", [note]
     with Checkpoint.open(source) as stored:
         hashes = hash_unquantized(model)
