@@ -39,7 +39,8 @@ def load_json_object(
     try:
         document = load_json(path, parse=parse)
     except (OSError, ValueError) as error:
-        fault, hint = f"cannot be read as JSON: {error}", "the file may be truncated"
+        fault = f"cannot be read as JSON: {error}"
+        hint = "the file may be truncated; JSON is UTF-8 without a BOM"
         if isinstance(error, OSError):
             fault, hint = f"cannot be read: {error.strerror}", ""
         raise ModelError(f"{path}: {fault}", hint=hint) from error

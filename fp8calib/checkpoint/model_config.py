@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ MAX_LAYERS = 1000
 """The largest number of layers that is believed."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
+_HEADLESS = re.compile("Classification|QuestionAnswering|Reward")
 
 
 def list_inner_checkpoints(folder: Path) -> list[Path]:
@@ -21,6 +23,13 @@ def list_inner_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir() or (folder / CONFIG_NAME).exists():
         return []
     return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
+
+
+def find_headless_class(config: Mapping[str, object]) -> str:
+    """Find the class of a classifier or a reward model, which has no `lm_head`; empty if none."""
+    names = config.get("architectures")
+    found = (str(each) for each in names) if isinstance(names, list) else ()
+    return next(filter(_HEADLESS.search, found), "")
 
 
 def list_text_configs(

@@ -73,7 +73,7 @@ def output_folder(
     with explained(path), _made(target.parent), _locked(staging):
         if old.exists() and not target.exists():  # a run was killed between two renames
             old.rename(target)
-            check_output(path, owned, force, inputs=inputs)
+        check_output(path, owned, force, inputs=inputs)  # another run may have ended meanwhile
         shutil.rmtree(old, ignore_errors=True)
         if tag:
             _prepare(staging, tag, resume, force, on_old)

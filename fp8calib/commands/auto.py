@@ -138,7 +138,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
 
     reporter.say("\n".join([*(text.rows.describe() if text.rows else ()), next(numbered)]))
     common |= {"data": text.sequences[:cut], "samples": cut}
-    asked = CalibrateRequest(**common, out=out, resume=request.resume)
+    asked = CalibrateRequest(**common, out=out, resume=request.resume, force=request.resume)
     made: Any = calibrate_run.run(asked, reporter)
     checks = {_OVERLAY: made.checked}
     sizes = {_SCALE_ONE: size, _OVERLAY: size}

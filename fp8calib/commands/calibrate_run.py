@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.calibration.processes import open_process_group
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     check_output,
@@ -364,7 +365,7 @@ def _write_outputs(
     result = _make_result(
         *(job, recipe, stats, cost),
         files=tuple(sorted([*files, REPORT_NAME])),
-        warnings=(*notes, *warnings),
+        warnings=(*notes, *warnings, *_list_overflows(job, stats)),
         checked=checked,
         quantize=checkpoint,
         failure=failure,
@@ -377,6 +378,19 @@ def _write_outputs(
     report = json.dumps(result.to_json(), indent=2, allow_nan=False)
     (folder / REPORT_NAME).write_text(report + "\n", encoding="utf-8")
     return result
+
+
+def _list_overflows(job: CalibrationJob, stats: RunStats) -> Iterator[str]:
+    """Name the largest tensor that float16 cannot hold, if config.json has a model served in it."""
+    amax = {s: float(e.amax.max()) for s, e in stats.sites.items() if e.amax.numel()}
+    site = max(amax, key=amax.__getitem__, default=None)
+    largest = torch.finfo(torch.float16).max
+    is_half = find_dtype(job.model.checkpoint.load_config()) == "float16"
+    if site is not None and is_half and amax[site] > largest:
+        yield (
+            f"{site} reaches {amax[site]:,.0f}, and float16, the dtype in config.json, ends at "
+            f"{largest:,.0f}: serve the model with --dtype bfloat16"
+        )
 
 
 def _quantize(

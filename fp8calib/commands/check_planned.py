@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import find_headless_class
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import list_defaults
@@ -116,6 +117,9 @@ def _replay_plan(
         if drafter := find_drafter_class(opened.config):
             why = _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
             return {}, why, geometry
+        if headless := find_headless_class(opened.config):
+            why = f"it has no output layer of tokens (class {shorten(headless)})"
+            return {}, _NOT_CHECKED.format(why), geometry
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         reports: Reports = {}
         fault = find_first_fault(geometry, tensors, has_linears=False)

@@ -492,7 +492,7 @@ def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Blo
             why = f"{candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}"
             yield Line(f"  {name}: {why}")
         elif candidate.verdict is Verdict.CANNOT_TELL:
-            yield Line(f"  {name}: its perplexity ratio is too uncertain to judge: use more text")
+            yield Line(f"  {name}: cannot tell: {candidate.verdict_why}")
         for pair in list_shown_pairs(report) if is_full else ():
             if pair.candidate == name:
                 yield Line(f"  {name} against {pair.base}: {describe_pair(pair)}")

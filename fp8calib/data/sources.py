@@ -244,7 +244,8 @@ def _read_parquet(path: Path, text_column: str | None) -> _Values:
             batches = file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns)
             values = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, value in enumerate(values, start=1):
-                yield f"{path.name} row {number}", {**dict.fromkeys(names), **value}
+                # columns that are not read have a value, of no kind that a row may have
+                yield f"{path.name} row {number}", {**dict.fromkeys(names, ...), **value}
     except (pa.ArrowException, ValueError) as error:
         raise DataError(
             f"{path.name}: not a readable parquet file ({first_line(error)})",

@@ -165,11 +165,13 @@ def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
                 f"{folder}: {unknown}: only code of its own knows it, which is not run",
                 hint="use --model MODEL, a model of a known type with the same layers",
             )
-        fault = unknown if config else "there is no config.json"
-        raise ModelError(
-            f"{folder}: {fault}, so the model's layers are not known",
-            hint="update transformers, or use --model MODEL, the model that the scales belong to",
-        )
+        fault, hint = unknown, "use --model MODEL, the model that the scales belong to"
+        if config:
+            hint = f"update transformers, or {hint}"
+        else:
+            fault = "there is no config.json"
+            hint += "; merge an adapter into its model"
+        raise ModelError(f"{folder}: {fault}, so the model's layers are not known", hint=hint)
     plain = complete_heads(plain)
     for section in (plain, *(value for value in plain.values() if isinstance(value, dict))):
         for key, value in section.items():

@@ -243,10 +243,13 @@ def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
     """Make the error for parameters that a checkpoint lacks."""
+    hint = "download the weights again, or use the config.json that they were saved with"
+    if [*missing] == ["lm_head.weight"]:
+        hint += "; a classifier or a reward model, which has none, is not supported"
     return UnfilledModelError(
         f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
         "with random weights instead",
-        hint="download the weights again, or use the config.json that they were saved with",
+        hint=hint,
     )
 
 

@@ -12,7 +12,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, INTEGERS, PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.model_config import (
     CONFIG_NAME,
-    MODELOPT_CONFIG_NAME,
     find_quantization_configs,
 )
 from fp8calib.errors import ModelError, UsageError
@@ -37,13 +36,12 @@ from fp8calib.quantization.ignored import (
     spell_options,
 )
 from fp8calib.quantization.matrices import SUFFIX, Matrix, StackPosition
+from fp8calib.quantization.sources.decoded import can_decode
 
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 )
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
-_PLAIN = ("BF16", "F16", "F32")
-"""The dtypes of weights that are not quantized."""
 _STACK_AXES = 3
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
@@ -102,14 +100,13 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that is already quantized."""
     for what in _list_quantized(checkpoint):
         hint = "name the unquantized model it was made from"
-        has_config = any(find_quantization_configs(checkpoint.load_config()))
-        has_config |= (checkpoint.folder / MODELOPT_CONFIG_NAME).is_file()
-        if has_config and any(e.dtype not in _PLAIN for e in checkpoint.tensors.values()):
-            hint += (
-                f", or what `fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` "
-                "writes; of int4 weights, export reads symmetric ones of compressed-tensors with "
-                "one scale per tensor"
-            )
+        if can_decode(checkpoint):
+            folder = shlex.quote(str(checkpoint.folder))
+            hint += f", or what `fp8calib dequantize {folder} --out DIR` writes"
+        hint += (
+            "; of int4 weights, export reads symmetric ones of compressed-tensors with one scale "
+            "per tensor"
+        )
         fault = f"{checkpoint.folder}: the model is already quantized: {what}"
         raise ModelError(fault, hint=hint)
 

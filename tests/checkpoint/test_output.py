@@ -6,8 +6,10 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -253,6 +255,27 @@ def test_a_folder_filled_by_someone_else_meanwhile_is_not_replaced(tmp_path: Pat
         _write_while_another_fills(path)
 
     assert _list_tree(tmp_path) == {"out": "", "out/theirs": "x"}
+
+
+def test_a_run_that_waited_for_another_one_does_not_begin(tmp_path: Path) -> None:
+    """The other one ends between the look at the folder and the lock."""
+    path, began = tmp_path / "out", []
+
+    def wait() -> None:
+        with (
+            pytest.raises(UsageError, match="not empty"),
+            output_folder(path, owned=OWNED, tag="run"),
+        ):
+            began.append(True)
+
+    second = Thread(target=wait)
+    with output_folder(path, owned=OWNED, tag="run") as folder:
+        _fill(folder)
+        second.start()
+        time.sleep(0.5)  # it looks at the folder, and waits
+    second.join()
+    assert not began
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "loop/out"])

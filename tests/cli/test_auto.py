@@ -1,5 +1,6 @@
 """`auto`: what it writes, what it keeps, and that it says what `verify` says of it."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,22 @@ def test_an_interrupted_run_is_resumed(
     written = stats.stat().st_mtime_ns
     assert "step 3 of 3" in succeed(*command, "--resume").err
     assert stats.stat().st_mtime_ns == written
+
+
+def test_a_run_is_resumed_that_could_write_only_statistics(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    command = ("auto", model, "--data", rows, *OPTIONS, "--out", out, "--gpu", "a100")
+
+    def fill_the_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8calib.commands.calibrate_run.write_formats", fill_the_disk)
+        assert run(*command).code == 7
+    assert [path.name for path in out.iterdir()] == ["stats.safetensors"]
+    assert "step 3 of 3" in succeed(*command, "--resume").err
 
 
 def test_a_dry_run_names_the_steps_and_writes_nothing(

@@ -19,6 +19,7 @@ from tests.cli.conftest import QUICK, save_changed, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.formats.handmade import make_geometry, make_stats
 from tests.kit.checked import list_commands
+from tests.kit.checkpoints import change_config, change_tensors
 
 K0 = "model.layers.0.self_attn.k_scale"
 
@@ -55,6 +56,20 @@ def test_tensors_of_another_class_are_warned_of(tmp_path: Path) -> None:
     told = "not parameters of the model, so not loaded: model.layers.*.self_attn.k_norm"
     assert told in found.err.partition("computing in")[0]  # before hours of passes
     assert found.err.count(told) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_float16_cannot_hold_is_warned_of_if_the_model_is_served_in_it(
+    tmp_path: Path, dtype: str
+) -> None:
+    model, name = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
+    zoo.save("llama", model)
+    change_tensors(model, lambda tensors: {**tensors, name: tensors[name] * 1e6})
+    change_config(model, dtype=dtype)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [*range(3, 19)]}] * 4)
+    found = succeed("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out")
+    told = "warning: model.layers.1.mlp.down_proj.input reaches "
+    assert (told in found.err) is (dtype == "float16")
 
 
 def test_the_report_is_what_json_prints_and_lists_every_file(

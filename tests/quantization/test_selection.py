@@ -190,6 +190,11 @@ def test_families_of_transposed_weights_are_refused_by_name(
     ("tensors", "config", "named"),
     [
         ({}, {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (
+            {f"{LAYER}.b.weight": MATRIX.int()},
+            {"quantization_config": {"quant_method": "mlx"}},
+            "mlx",
+        ),
         ({}, {"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
         ({f"{LAYER}.b.weight": MATRIX.to(torch.float8_e4m3fn)}, {}, "F8_E4M3"),
         ({f"{LAYER}.self_attn.k_scale": torch.ones(1)}, {}, f"{LAYER}.self_attn.k_scale"),
@@ -204,6 +209,7 @@ def test_what_is_quantized_already_is_refused_by_name(
         check_unquantized(checkpoint)
     assert "already quantized" in raised.value.message
     assert named in raised.value.message
+    assert "dequantize" not in raised.value.hint  # which reads none of these
 
 
 def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:

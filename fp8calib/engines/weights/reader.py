@@ -179,7 +179,7 @@ class LinearReader(ABC):
         if self.is_fp8 and names.kind == "head":
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
         if not self.method and not self.is_fp8:
-            return Unquantized(why="there is no quantization config")
+            return Unquantized(why="config.json names no quant_method")
         if not self._has_rules and not self.is_fp8:
             return self._find_named(names)
         if (entry := self._find_excluded(names)) is not None:

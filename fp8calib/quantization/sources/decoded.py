@@ -49,7 +49,7 @@ def decode_model(checkpoint: Checkpoint, *, if_quantized: str) -> DecodedCheckpo
     decoded = DecodedCheckpoint(checkpoint)
     if decoded.form:
         return decoded
-    is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
+    is_plain = _is_plain(checkpoint)
     what = f"is already quantized (quant_method {decoded.method})"
     hint = f"{if_quantized}; {_READ}"
     if is_plain and any(map(find_spelling, checkpoint.tensors)):
@@ -78,9 +78,23 @@ def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
         decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
         if decoded.form:
             return decoded
+    if quantized is not None and not _is_plain(checkpoint):
         fault = f"its weights cannot be dequantized (quant_method {quantized.method})"
         hint = _READ
     raise ModelError(f"{folder}: {fault}", hint=hint)
+
+
+def can_decode(checkpoint: Checkpoint) -> bool:
+    """Check whether a checkpoint is quantized in a form that can be decoded."""
+    try:
+        return find_quantized(checkpoint) is not None and bool(DecodedCheckpoint(checkpoint).form)
+    except ModelError:  # its form is known, and it is damaged
+        return False
+
+
+def _is_plain(checkpoint: Checkpoint) -> bool:
+    """Check whether all tensors of a checkpoint are floats of 16 or 32 bits."""
+    return all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
 
 
 class DecodedCheckpoint(Checkpoint):
