@@ -119,7 +119,7 @@ class Decoder:
                 output = self._called(**self._media_inputs(batch, cache), **self._options)
             else:
                 args, kwargs, caches = self.find_call(batch) or self.prepare(batch, cache)
-                output = self._decoder(*args, **kwargs, **dict.fromkeys(caches, cache))
+                output = self._decoder(*args, **(kwargs | dict.fromkeys(caches, cache)))
             hidden: torch.Tensor = output[0]
             return hidden
 
