@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats
@@ -29,6 +30,7 @@ from fp8calib.formats.write import (
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, ScaleRules
+from tests.formats.foreign import FOLDER, find_geometry
 from tests.formats.handmade import (
     MEASURED,
     amax_of,
@@ -283,6 +285,15 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
     }
     assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 00000040 0000003d")
     assert left_out == {"model.gguf": "belongs to weights in another format"}
+
+
+def test_scales_that_were_taken_from_a_quantized_model_say_so(tmp_path: Path) -> None:
+    table = read_scales(FOLDER / "modelopt-fp8-kv", find_geometry("llama"))
+    write_scales("kv-scales", table, tmp_path / FILES["kv-scales"])
+    with safe_open(tmp_path / FILES["kv-scales"], "pt") as file:
+        said = json.loads(file.metadata()["fp8calib.provenance"])
+    assert (said["taken_from"], said["dialect"]) == ("a quantized model", "modelopt")
+    assert said["has_fp8_weights"]
 
 
 def _write(

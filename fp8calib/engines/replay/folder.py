@@ -211,20 +211,24 @@ def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
         for name, each in parsed.items()
         if each is not None or name.endswith(PROBABILITY_SCALES)
     ]
-    file.fetch(name for name in named if file.tensors[name].size_bytes <= _MAX_SCALE_BYTES)
-    found = {}
-    for name in named:
-        entry, values = file.tensors[name], list[float]()
-        if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
-            values = file.read_floats(name).flatten().tolist()
-        found[name] = FoundScale(
+    read = [
+        name
+        for name in named
+        if file.tensors[name].size_bytes <= _MAX_SCALE_BYTES
+        and file.tensors[name].dtype not in PACKED_BITS
+    ]
+    file.fetch(read)
+    values = {name: tuple(file.read_floats(name).flatten().tolist()) for name in read}
+    return {
+        name: FoundScale(
             name=name,
             file=file.path.name,
-            shape=entry.shape,
-            values=tuple(values),
+            shape=file.tensors[name].shape,
+            values=values.get(name, ()),
             parsed=parsed[name],
         )
-    return found
+        for name in named
+    }
 
 
 def make_stand_in_geometry(model: ScaleFolder) -> ModelGeometry:
