@@ -113,7 +113,8 @@ class CandidateResult(Frozen):
     gate: str = ""
     by_position: tuple[PositionResult, ...] = ()
     num_tokens: int = Field(default=0, exclude=True)
-    """Only for gates, as are the next three."""
+    """Only for gates, as are the next four."""
+    num_sequences: int = Field(default=0, exclude=True)
     clusters: int = Field(default=0, exclude=True)
     """The independent parts of the text that standard errors rest on (`standard_error`)."""
     log_ratio: float = Field(default=0.0, exclude=True)

@@ -69,6 +69,7 @@ def summarize_logprobs(
     share = None if agrees is None else float(agrees.double().mean())
     return CandidateResult(
         num_tokens=tokens,
+        num_sequences=len(lengths),
         clusters=clusters,
         ppl=compute_ppl(logprobs),
         log_ratio=float(losses.mean()),
@@ -205,7 +206,9 @@ def _count_clusters_to_tell(clusters: int, relative_se: float) -> int:
 
     `relative_se` is the standard error from `clusters`, over the difference.
     """
-    found = max(2, math.ceil(clusters * ((_TWO_SIDED_95 + _POWER_80) * relative_se) ** 2))
+    found = max(
+        clusters + 1, math.ceil(clusters * ((_TWO_SIDED_95 + _POWER_80) * relative_se) ** 2)
+    )
     while (t_quantile(found - 1) + _POWER_80) * relative_se * math.sqrt(clusters / found) > 1:
         found += 1
     return found

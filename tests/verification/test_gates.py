@@ -23,10 +23,12 @@ def make_summary(
     kld_se: float | None = 0.0001,
     tokens: float = 20_000,
     clusters: float = 32,
+    sequences: int | None = None,
 ) -> CandidateResult:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
     return CandidateResult(
         num_tokens=int(tokens),
+        num_sequences=int(clusters if sequences is None else sequences),
         clusters=int(clusters),
         ppl=10 * ratio,
         log_ratio=math.log(ratio),
@@ -68,6 +70,18 @@ def test_the_verdict_is(figures: dict[str, Any], gate: str, expected: Verdict, w
     verdict, told = judge(make_summary(**figures), OWN_GATES.get(gate) or GATES[gate])
     assert verdict is expected
     assert why in told
+
+
+@pytest.mark.parametrize(
+    ("ratio", "of_one", "of_many"),
+    [(1.018, "cannot-tell", "pass"), (1.002, "no-difference", "no-difference")],
+)
+def test_one_sequence_is_trusted_no_more_than_a_few(
+    ratio: float, of_one: str, of_many: str
+) -> None:
+    """Its 32 parts give an error of 0.007, whose interval of 95 % reaches 0.0143 either way."""
+    assert judge(make_summary(ratio, 0.007, sequences=1), GATES["w8a8"])[0] == of_one
+    assert judge(make_summary(ratio, 0.007), GATES["w8a8"])[0] == of_many
 
 
 def test_the_thresholds_are_those_of_the_contract() -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, format_count
 from fp8calib.verification.report import CandidateResult, Verdict
 from fp8calib.verification.summary import t_quantile
 from fp8calib.verification.tables import format_mean_kld, format_ratio
 
 _LEAST_MARGIN = 0.01
-_LEAST_CLUSTERS = 8
-"""With fewer, standard errors are imprecise themselves: an interval of 95 % has to decide."""
+_LEAST_SEQUENCES = 8
+"""With fewer, standard errors are imprecise themselves: an interval of 95 % has to decide. The
+error of a single sequence comes from its parts, and knows nothing of other texts."""
 
 
 class Gate(BaseModel):
@@ -118,7 +119,7 @@ def _judge_kld(summary: CandidateResult, fail_above: float) -> tuple[Verdict, st
     if summary.kld_mean is None:
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
     kld = f"mean KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
-    if summary.clusters < _LEAST_CLUSTERS and summary.kld_se is not None:
+    if summary.num_sequences < _LEAST_SEQUENCES and summary.kld_se is not None:
         width = t_quantile(summary.clusters - 1) * summary.kld_se
         if abs(summary.kld_mean - fail_above) < width:
             return Verdict.CANNOT_TELL, f"{kld} {_ask_for_more(summary)}"
@@ -165,7 +166,7 @@ def _judge_ratio(summary: CandidateResult, gate: Gate) -> tuple[Verdict, str]:
             "is too uncertain: the error of its losses, or that which its KLD implies, is "
             f"{error:.3g}, above the gate's margin of {gate.margin:.3g}: use more text"
         )
-    elif summary.clusters < _LEAST_CLUSTERS:
+    elif summary.num_sequences < _LEAST_SEQUENCES:
         width = max(t_quantile(summary.clusters - 1) * se, implied)
         if any(abs(ratio - limit) < width for limit in (pass_at, fail_above)):
             verdict, why = Verdict.CANNOT_TELL, _ask_for_more(summary)
@@ -174,6 +175,6 @@ def _judge_ratio(summary: CandidateResult, gate: Gate) -> tuple[Verdict, str]:
 
 def _ask_for_more(summary: CandidateResult) -> str:
     return (
-        f"rests on {summary.clusters} independent parts of the text: use at least "
-        f"{_LEAST_CLUSTERS} sequences, by more text or a smaller --seq-len"
+        f"rests on {format_count(summary.num_sequences, 'sequence')}: use at least "
+        f"{_LEAST_SEQUENCES}, by more text or a smaller --seq-len"
     )
