@@ -121,7 +121,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         raise UsageError(f"{count} sequences of text alone are too few", hint=hint)
     cut = round(count * _CALIBRATED)
     if count < _ENOUGH:
-        reporter.warn(f"{count - cut} sequences to verify with may not tell: use text for --samples 40")
+        reporter.warn(f"{count - cut} sequences to verify may not tell: use text for --samples 40")
     schemes = find_emulated("vllm")[0].list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
     steps = [
         f"calibrate on {cut} of {count} sequences",

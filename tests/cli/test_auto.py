@@ -99,7 +99,7 @@ def test_a_dry_run_names_the_steps_and_writes_nothing(
     planned = succeed(*command, "--dry-run", "--json")
     plan = planned.json["plan"]
     assert plan["steps"][:2] == ["calibrate on 32 of 40 sequences", "write w8a16"]
-    said = "8 sequences to verify with may not tell"
+    said = "8 sequences to verify may not tell"
     assert said not in planned.err
     assert said.replace("8", "4") in succeed(*command, "--samples", 20, "--dry-run").err
     assert not (tmp_path / "out").exists()
