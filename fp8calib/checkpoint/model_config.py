@@ -15,7 +15,6 @@ MAX_LAYERS = 1000
 """The largest number of layers that is believed."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
-_HEADLESS = re.compile("Classification|QuestionAnswering|Reward")
 
 
 def list_inner_checkpoints(folder: Path) -> list[Path]:
@@ -25,11 +24,11 @@ def list_inner_checkpoints(folder: Path) -> list[Path]:
     return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
 
 
-def find_headless_class(config: Mapping[str, object]) -> str:
-    """Find the class of a classifier or a reward model, which has no `lm_head`; empty if none."""
+def find_class(config: Mapping[str, object], pattern: re.Pattern[str]) -> str:
+    """Find a class of the config whose name has a pattern; empty if there is none."""
     names = config.get("architectures")
-    found = (str(each) for each in names) if isinstance(names, list) else ()
-    return next(filter(_HEADLESS.search, found), "")
+    found = (each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
+    return next(filter(pattern.search, found), "")
 
 
 def list_text_configs(

@@ -382,11 +382,12 @@ def _write_outputs(
 
 def _list_overflows(job: CalibrationJob, stats: RunStats) -> Iterator[str]:
     """Name the largest tensor that float16 cannot hold, if config.json has a model served in it."""
+    if find_dtype(job.model.checkpoint.load_config()) != "float16":
+        return
     amax = {s: float(e.amax.max()) for s, e in stats.sites.items() if e.amax.numel()}
     site = max(amax, key=amax.__getitem__, default=None)
     largest = torch.finfo(torch.float16).max
-    is_half = find_dtype(job.model.checkpoint.load_config()) == "float16"
-    if site is not None and is_half and amax[site] > largest:
+    if site is not None and amax[site] > largest:
         yield (
             f"{site} reaches {amax[site]:,.0f}, and float16, the dtype in config.json, ends at "
             f"{largest:,.0f}: serve the model with --dtype bfloat16"

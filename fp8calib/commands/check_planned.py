@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.model_config import find_headless_class
+from fp8calib.checkpoint.model_config import find_class
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import list_defaults
@@ -29,6 +30,8 @@ from fp8calib.quantization.write import write_outline
 if TYPE_CHECKING:  # only named
     from fp8calib.calibration.calibration_stats import RunStats
 
+_HEADLESS = re.compile("Classification|QuestionAnswering|Reward")
+"""What the names of classes without an `lm_head` have."""
 _CONFIG_HINT = "use the config.json that its weights were saved with"
 _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
 _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
@@ -117,7 +120,7 @@ def _replay_plan(
         if drafter := find_drafter_class(opened.config):
             why = _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
             return {}, why, geometry
-        if headless := find_headless_class(opened.config):
+        if headless := find_class(opened.config, _HEADLESS):
             why = f"it has no output layer of tokens (class {shorten(headless)})"
             return {}, _NOT_CHECKED.format(why), geometry
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}

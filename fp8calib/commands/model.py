@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from fp8calib.commands.recipe import Recipe
     from fp8calib.data.processor import MediaEncoder
 
+FEW_FOR_SCALES = "scales may miss large values"
+"""What it means to calibrate on few tokens."""
+
 
 @contextmanager
 def open_run_model(
@@ -197,7 +200,7 @@ def plan_text(
     rows: Iterable[ReadRow] | None = None,
     part: BuiltinPart,
     tokenizer: Any = None,
-    few: str = "scales may miss large values",
+    few: str = FEW_FOR_SCALES,
 ) -> DataPlan:
     """Build the data plan of a run; without a length, `DEFAULT_SEQ_LEN` or the model's maximum.
 
@@ -239,7 +242,12 @@ def plan_text(
         longest_padded=source.longest_padded,
     )
     plan = build_plan(encoder, rows, part=part, **settings)
-    if not few or plan.num_tokens >= FEW_TOKENS:
+    return warn_of_few(plan, few) if few else plan
+
+
+def warn_of_few(plan: DataPlan, few: str = FEW_FOR_SCALES) -> DataPlan:
+    """Add a warning to a plan of few tokens, which says what that means."""
+    if plan.num_tokens >= FEW_TOKENS:
         return plan
     warning = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: {few}"
     return replace(plan, warnings=(*plan.warnings, warning))

@@ -199,8 +199,7 @@ def check_request(request: VerifyRequest) -> None:
         raise UsageError(f"--report and --dump are both {outputs[0][0]}")
     if request.gate is not None:
         load_gate(request.gate)
-    paths = (str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path))
-    for name in paths:
+    for name in _list_paths(request):
         if name in _RESERVED_NAMES:
             raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
         find_candidate(name)
@@ -234,6 +233,11 @@ def _list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
         key = id(each) if isinstance(each, RunStats) else str(Path(each).absolute())
         named.setdefault(key, each)
     return tuple(named.values())
+
+
+def _list_paths(request: VerifyRequest) -> list[str]:
+    """List the candidates that are files or folders."""
+    return [str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path)]
 
 
 def plan_verified(
@@ -343,8 +347,7 @@ def hash_inputs(
 ) -> dict[str, Any]:
     """Hash the files of the model, of the text and of what is compared with it."""
     used = {each.name for each in asked.opened}
-    paths = (str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path))
-    scales = {name: find_candidate(name) for name in paths if name in used}
+    scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
     try:
         return hash_run(None if model.is_live else model.source.folder, specs, scales)
     except OSError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fp8calib.checkpoint.model_config import list_text_configs
+from fp8calib.checkpoint.model_config import find_class, list_text_configs
 
 _PART = re.compile(r"(?:.*\.)?(?:mtp|eagle|medusa|dflash|draft(?:er)?)(?:_[^.]+)?(?:\..*)?")
 _CLASS = re.compile(r"[Ee]agle(?!2_5_VL)|DFlash|Medusa|Speculator|Assistant|Draft|MTP")
@@ -64,9 +64,7 @@ def name_in_vllm(path: str, layer: int) -> str:
 
 def find_drafter_class(config: Mapping[str, object]) -> str:
     """Find the class of a checkpoint that is a drafter alone; empty if it is none."""
-    names = config.get("architectures")
-    found = (each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
-    return next(filter(_CLASS.search, found), "")
+    return find_class(config, _CLASS)
 
 
 def find_promise(config: Mapping[str, object]) -> str:

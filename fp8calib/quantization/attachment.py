@@ -119,11 +119,13 @@ def compare_source(
     if not is_model or any(each in RANGED_FILES for each in source.glob("*.safetensors")):
         return "", [note]
     with Checkpoint.open(source) as stored:
-        hashes = hash_unquantized(model)
-        shared = {name for name in hashes if name in stored.tensors}
-        if all(is_sketch(hashes[name]) for name in shared):
+        recorded = {
+            name: text
+            for name, text in hash_unquantized(model).items()
+            if is_sketch(text) or name in stored.tensors
+        }
+        if all(map(is_sketch, recorded.values())):
             return "", [note]
-        recorded = {k: text for k, text in hashes.items() if is_sketch(text) or k in shared}
         difference, found = compare_weights(recorded, stored)
     other, unchecked = f"{source} was not made from {model.folder}", found.get("unchecked", "")
     notes = _list_accepted(

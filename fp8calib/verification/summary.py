@@ -197,7 +197,7 @@ def compare_paired(
         se=se,
         margin=margin,
         answer=answer,
-        tokens_to_tell=None if more is None else max(more, tokens + 1),
+        tokens_to_tell=more,
     )
 
 

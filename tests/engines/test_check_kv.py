@@ -8,6 +8,7 @@ models' loaders.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,14 @@ def test_a_kv_head_is_computed_with_the_largest_scale_of_its_query_heads(tmp_pat
 
     assert report.held[0, Role.Q].numbers == (0.5, 2.0)
     assert report.held[0, Role.K].numbers == (0.25, 0.5)
+
+
+def test_the_number_of_a_head_that_is_no_scale_is_told(tmp_path: Path) -> None:
+    heads = {"q_scale": [0.25, 0.5, math.inf, 1.0], "k_scale": [0.25, 0.5], "v_scale": [1.0, 2.0]}
+    named = {
+        f"{PATH}.{name}".format(layer): [[[x]] for x in each]
+        for name, each in heads.items()
+        for layer in range(2)
+    }
+    report = ask("vllm", save_folder(tmp_path / "f", named, quantization=PER_HEAD))
+    assert "(inf) is not a scale" in " ".join((*report.suspicious, *report.problems))

@@ -89,11 +89,7 @@ def replay_sglang(
     }
     model_type = release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
     # a loader that maps names does not know the parameter's own
-    read = {
-        index: path if name_sglang_parameter(name, model_type, release) == name else modules[index]
-        for index, path in paths.items()
-        for name in [f"{path}.k_scale"]
-    }
+    read = modules if release.has(_MAPS_NAMES, model_type) else paths
     if has_class(geometry.architecture, release):
         fix = _FIX.format(path=next(iter(read.values()), "attn"))
         if release.has(PLACELESS, geometry.model_type):

@@ -381,12 +381,15 @@ class _Replay:
                 for stored in bad
                 if self._is_compressed or any(value > 0 for value in stored.values)
             ]
-            named = "" if not bad else f"{(used or bad)[0]} ({min((used or bad)[0].values):.4g})"
-            if used and what == "q_scale" and on_gpus:
-                yield f"{named} is not a scale, but {users}"
-            elif bad:
-                effect = ", but vLLM uses it" if used else ": vLLM uses 1.0"
-                self._context.problems.append(f"{named} is not a scale{effect}")
+            if bad:
+                first = (used or bad)[0]
+                value = next(each for each in first.values if not is_query_scale(each))
+                fault = f"{first} ({value:.4g}) is not a scale"
+                if used and what == "q_scale" and on_gpus:
+                    yield f"{fault}, but {users}"
+                else:
+                    effect = ", but vLLM uses it" if used else ": vLLM uses 1.0"
+                    self._context.problems.append(f"{fault}{effect}")
             elif found:
                 loaded = f"{what} is loaded ({len(found)}, such as {found[0]})"
                 self._context.problems.append(f"{loaded}: {users}")

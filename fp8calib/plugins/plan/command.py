@@ -16,7 +16,6 @@ from fp8calib.checkpoint.output import format_size, output_folder, write_file_at
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
-from fp8calib.data.sequences import FEW_TOKENS
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.inputs import OpenedPlan, open_plan
@@ -56,9 +55,6 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
     with open_plan(request) as opened:
         require_head(opened.model)
         told = dict.fromkeys((*opened.calibration.warnings, *opened.held_out.warnings))
-        if (tokens := opened.calibration.num_tokens) < FEW_TOKENS:
-            few = f"only {tokens} tokens, fewer than {FEW_TOKENS}: scales may miss large values"
-            reporter.warn(few)
         for text in told:
             reporter.warn(text)
         if request.dry_run:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.commands.model import open_run_model, plan_text, read_settings
+from fp8calib.commands.model import open_run_model, plan_text, read_settings, warn_of_few
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.sequences import DataPlan, take_sequences
 from fp8calib.data.sources import BuiltinPart
@@ -190,4 +190,4 @@ def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, Dat
         calibration = plan("calibrate", data.samples - number)
         held_out = plan("verify", number)
     media = (_NO_MEDIA,) if calibration.media and not held_out.media else ()
-    return calibration, replace(held_out, warnings=(*held_out.warnings, *media))
+    return warn_of_few(calibration), replace(held_out, warnings=(*held_out.warnings, *media))

@@ -78,9 +78,9 @@ def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
         decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
         if decoded.form:
             return decoded
-    if quantized is not None and not _is_plain(checkpoint):
-        fault = f"its weights cannot be dequantized (quant_method {quantized.method})"
-        hint = _READ
+        if not _is_plain(checkpoint):
+            fault = f"its weights cannot be dequantized (quant_method {quantized.method})"
+            hint = _READ
     raise ModelError(f"{folder}: {fault}", hint=hint)
 
 
