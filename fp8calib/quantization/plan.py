@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME, replace_dtype
@@ -23,7 +22,6 @@ from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.metadata import make_metadata
-from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, Scheme, count_parts
 from fp8calib.quantization.ignored import span_layers, spell_options
@@ -38,6 +36,8 @@ from fp8calib.quantization.shard_layout import (
 )
 
 if TYPE_CHECKING:  # only named
+    from fp8calib.calibration.origin import CalibrationOrigin
+    from fp8calib.model.geometry import ModelGeometry
     from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _ROUNDING_KEY = "fp8calib.rounding"

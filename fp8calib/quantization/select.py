@@ -36,7 +36,6 @@ from fp8calib.quantization.ignored import (
     spell_options,
 )
 from fp8calib.quantization.matrices import SUFFIX, Matrix, StackPosition
-from fp8calib.quantization.sources.decoded import can_decode
 
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
@@ -99,6 +98,8 @@ class Selection:
 def check_unquantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that is already quantized."""
     for what in _list_quantized(checkpoint):
+        from fp8calib.quantization.sources.decoded import can_decode  # noqa: PLC0415 -- for a hint
+
         hint = "name the unquantized model it was made from"
         if can_decode(checkpoint):
             folder = shlex.quote(str(checkpoint.folder))
