@@ -242,9 +242,9 @@ def _find_silent_fault(answer: LoaderAnswer, doubts: Sequence[str]) -> LoadVerdi
 
 def _report_error(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
     verdict = LoadVerdict(status=Status.REFUSED, why=answer.describe_stop(), fix=_FIX)
-    was_refused = any(layer.k.status is Status.REFUSED for layer in report.layers)
+    was_expected = report.load_fault or report.unknown
     defect = "the replay expected vLLM to load it: a defect of the replay"
-    notes = () if was_refused or report.unknown else (defect,)
+    notes = () if was_expected else (defect,)
     refused = report.give_names(EngineReport(layers=report.layers, weights=verdict))
     return refused.put(dict.fromkeys(report.slots, verdict)).add(problems=notes)
 

@@ -83,6 +83,25 @@ def test_the_loader_counts_where_it_differs(
     assert any("a defect of the replay" in each for each in found.problems)
 
 
+def test_a_stop_that_the_replay_foresaw_is_no_defect(tmp_path: Path) -> None:
+    """vLLM 0.32.0 stops at FP8 codes of a linear that the config excludes (run)."""
+    zoo.save("llama", tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "fp8", "fp8-dynamic")
+    codes = torch.ones(128, 32).to(torch.float8_e4m3fn)
+    change_tensors(
+        tmp_path / "fp8", {"lm_head.weight": codes, "lm_head.weight_scale": torch.ones(128, 1)}
+    )
+    python = make_python(
+        tmp_path / "python", stage="load", error="ValueError: lm_head.weight_scale"
+    )
+
+    found = vllm.check(tmp_path / "fp8", python=python).engines["vllm"]
+
+    assert found.weights is not None
+    assert found.weights.status == "refused"
+    assert not [each for each in found.problems if "defect" in each]
+
+
 def test_a_model_that_vllm_runs_for_pooling_is_misread(overlay: Path, tmp_path: Path) -> None:
     python = make_python(
         tmp_path / "python", runner="pooling", scales=hold("0.0005", "0.0005"), missing=["a.weight"]
