@@ -56,14 +56,20 @@ def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
 
 
 def suggest_path(path: Path, *, of_folders: bool = False) -> str:
-    """Suggest the path with the most similar name in the same folder; empty if there is none."""
+    """Suggest the path with the most similar name in the same folder; empty if there is none.
+
+    Where a folder above it does not exist, the name of that folder is compared.
+    """
+    missing = next((each for each in reversed(path.parents) if not _exists(each)), path)
     try:
-        entries = path.parent.iterdir()
+        entries = missing.parent.iterdir()
         names = [entry.name for entry in entries if entry.is_dir() or not of_folders]
     except (OSError, ValueError):
         return ""
-    like = get_close_matches(path.name, names, n=1)
-    return f"did you mean {shorten(str(path.parent / like[0]))}? " if like else ""
+    for name in get_close_matches(missing.name, names, n=1):
+        if _exists(found := missing.parent / name / path.relative_to(missing)):
+            return f"did you mean {shorten(str(found))}? "
+    return ""
 
 
 def refuse_external_links(folder: Path) -> None:

@@ -179,3 +179,5 @@ def test_a_name_that_is_nearly_that_of_a_folder(
         command = fill(f"calibrate {name} {{quick}} --out {{out}}", places).split()
         assert f"did you mean {suggested}? " in fail(4, *command)
     assert f"did you mean {folder}?" in fail(2, "check", tmp_path / near)
+    shutil.copytree(folder, tmp_path / "measured" / "overlay")
+    assert "did you mean measured/overlay? " in fail(4, "check", "measurd/overlay")
