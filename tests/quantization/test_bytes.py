@@ -16,6 +16,7 @@ from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.quantization.write import find_finished
 from tests.formats.foreign import FOLDER, load_tensors
+from tests.kit.checkpoints import change_tensors
 from tests.quantization.by_hand import (
     LAYER,
     Run,
@@ -33,6 +34,7 @@ from tests.quantization.by_hand import (
     spread,
     to_numpy,
 )
+from tests.quantization.stacked import STACKED
 
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -192,6 +194,21 @@ def test_what_is_not_finite_is_named_and_nothing_is_left(
         run(source, tmp_path / "out", scheme, scales=unit_inputs())
     assert f"{LAYER}.{name}.weight holds {value} at {list(place)}" in raised.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_an_expert_that_is_cut_from_its_stack_in_16_bits_is_read_too(tmp_path: Path) -> None:
+    """Where other layers' experts are quantized, those of an ignored one get a tensor each."""
+    source = STACKED["llama4_text"].save(
+        STACKED["llama4_text"].build("llama4_text"), tmp_path / "s"
+    )
+    stack = "model.layers.0.feed_forward.experts.down_proj"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[stack][1, 2, 3] = math.nan
+
+    change_tensors(source, spoil)
+    with pytest.raises(ModelError, match=rf"{stack} holds nan at \[1, 2, 3\]"):
+        run(source, tmp_path / "out", "fp8-dynamic", ignore=["model.layers.0.feed_forward.experts"])
 
 
 def test_tiny_weights_do_not_divide_by_zero(tmp_path: Path) -> None:
