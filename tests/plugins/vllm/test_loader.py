@@ -84,7 +84,7 @@ def test_the_loader_counts_where_it_differs(
 
 
 def test_a_stop_that_the_replay_foresaw_is_no_defect(tmp_path: Path) -> None:
-    """vLLM 0.32.0 stops at FP8 codes of a linear that the config excludes (run)."""
+    """It stops at FP8 codes of a linear that the config excludes (0.32.0, run)."""
     zoo.save("llama", tmp_path / "model")
     quantize(tmp_path / "model", tmp_path / "fp8", "fp8-dynamic")
     codes = torch.ones(128, 32).to(torch.float8_e4m3fn)
