@@ -28,7 +28,9 @@ QUANTIZED = {
     "compressed-tensors": ("--scheme", "fp8-dynamic"),
     "modelopt": ("--scheme", "fp8-dynamic", "--format", "modelopt"),
 }
-FORMS = (*TOOLS, *QUANTIZED)
+SMALLER = ("int8", "int4", "nvfp4", "mxfp4", "ModelOpt, nvfp4")
+"""Integers and FP4, as `save_int` and `save_fp4` write them."""
+FORMS = (*TOOLS, *QUANTIZED, *SMALLER)
 
 
 def calibrate_base(folder: Path) -> Path:
@@ -40,11 +42,15 @@ def calibrate_base(folder: Path) -> Path:
     return folder / "out"
 
 
-def save_child(form: str, folder: Path) -> Path:
-    """Write a checkpoint of a form, without KV scales."""
+def save_child(form: str, folder: Path, base: Path = BASE) -> Path:
+    """Write a checkpoint of a form, without KV scales; what tools wrote is made of `BASE`."""
     if form in QUANTIZED:
-        succeed("quantize", BASE, *QUANTIZED[form], "--out", folder)
+        succeed("quantize", base, *QUANTIZED[form], "--out", folder)
         return folder
+    if form in ("int8", "int4"):
+        return save_int(folder, int(form[3:]), group=32 if form == "int4" else None, base=base)
+    if form in SMALLER:
+        return save_fp4(folder, "modelopt" if "ModelOpt" in form else form, base=base)
     shutil.copytree(FOLDER / TOOLS[form], folder)
     (folder / "tool.json").unlink()
     change_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if not _is_kv(n)})

@@ -38,30 +38,6 @@ def overlay(calibrated: tuple[Path, Outcome], tmp_path: Path) -> Path:
     return Path(shutil.copytree(calibrated[0] / "kv-overlay", tmp_path / "overlay"))
 
 
-# docs/formats.md: which engine is served by which of our forms, for the tiny llama.
-EXPORTS = {
-    "kv-overlay": {"vllm", "sglang", "transformers"},
-    "kv-overlay-head": {"vllm", "transformers"},
-    "tgi": set(),
-    "kv_scales.safetensors": set(),
-    "kv_cache_scales.tp1.json": set(),
-    "rfc.tp1.json": set(),
-}
-
-
-@pytest.mark.parametrize("name", EXPORTS)
-def test_our_own_exports_serve_whom_the_readme_says(
-    calibrated: tuple[Path, Outcome], model: Path, name: str
-) -> None:
-    path = calibrated[0] / name
-    beside = () if path.is_dir() else ("--model", model)
-
-    report = check(0 if EXPORTS[name] == set(ENGINES) else 8, path, *beside, *ALL)
-    check(0 if set(DEFAULTS) <= EXPORTS[name] else 8, path, *beside)
-
-    assert {engine for engine in ENGINES if report["engines"][engine]["ok"]} == EXPORTS[name]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

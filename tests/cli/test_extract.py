@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,11 +26,10 @@ from tests.cli.quantized_children import (
     FORMS,
     NORM,
     QUANTIZED,
+    SMALLER,
     calibrate_base,
     change_norm,
     save_child,
-    save_fp4,
-    save_int,
 )
 from tests.cli.quantized_sources import ATTENTION, K
 from tests.formats.foreign import FOLDER
@@ -166,59 +164,14 @@ def test_scales_are_added_and_nothing_else_changes(
         assert new == old
 
 
-@pytest.mark.parametrize(
-    "save",
-    [
-        lambda folder: save_int(folder, 8),
-        lambda folder: save_int(folder, 4, group=32),
-        lambda folder: save_fp4(folder, "nvfp4"),
-        lambda folder: save_fp4(folder, "modelopt"),
-    ],
-    ids=["int8", "int4", "nvfp4", "ModelOpt, nvfp4"],
-)
-def test_integers_and_fp4_get_scales_too(
-    calibrated: Path, tmp_path: Path, save: Callable[[Path], Path]
+def test_of_integers_only_the_kv_scales_are_emulated(
+    calibrated: Path, children: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    child = save(tmp_path / "child")
-    old = json.loads((child / "config.json").read_text())["quantization_config"]
-    graft(calibrated, child, tmp_path / "out")
+    graft(calibrated, children("int8"), tmp_path / "out")
     out = tmp_path / "out" / "kv-overlay"
-    new = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert {key: new[key] for key in old} == old
-    assert new.keys() - old.keys() == {"kv_cache_scheme"}
-    assert stored_scales(out) == pytest.approx(expected_scales(calibrated), rel=1e-7)
-    assert [statuses(out, engine) for engine in ("vllm", "sglang")] == [{"used"}] * 2
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
     told = succeed("verify", BASE, "--scales", out, "--data", rows, "--seq-len", 16, "--json").json
     assert any("only its KV scales are emulated" in text for text in told["warnings"])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--scheme", "fp8-block", "--format", "autofp8"),
-        ("--scheme", "fp8-dynamic", "--format", "modelopt"),
-        ("--scheme", "w8a16"),
-    ],
-)
-def test_transformers_computes_the_same_logits(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """With compressed-tensors it also rounds K and V, unless the new entry is removed again."""
-    pytest.importorskip("compressed_tensors")
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 64}
-    zoo.save("llama", tmp_path / "base", **sizes)
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
-    command = ("calibrate", tmp_path / "base", "--data", data, "--format", "kv-scales")
-    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
-    succeed("quantize", tmp_path / "base", *options, "--out", tmp_path / "child")
-    graft(tmp_path / "measured", tmp_path / "child", tmp_path / "out")
-    out = tmp_path / "out" / "kv-overlay"
-    if options[-1] == "w8a16":
-        change_config(out, lambda config: config["quantization_config"].pop("kv_cache_scheme"))
-    ids = torch.arange(12).reshape(1, 12)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    with torch.no_grad():
-        before, after = (load(folder)(ids).logits for folder in (tmp_path / "child", out))
-    assert torch.equal(before, after)
 
 
 # --- a file of `kv-scales` is a pack, which `extract-kv-scales` adds to a quantized model -----
@@ -358,17 +311,10 @@ def _quantize_another(folder: Path, form: str, factors: dict[str, float]) -> Pat
     """Quantize a model that has the base's norms and embeddings, and other linears."""
     base = Path(shutil.copytree(BASE, folder / "base"))
     change_tensors(base, lambda tensors: {n: t * factors.get(n, 1.0) for n, t in tensors.items()})
-    child = folder / "other-child"
-    if form in QUANTIZED:
-        succeed("quantize", base, *QUANTIZED[form], "--out", child)
-    elif form.startswith("int"):
-        save_int(child, int(form[3:]), group=32 if form == "int4" else None, base=base)
-    else:
-        save_fp4(child, form, base=base)
-    return child
+    return save_child(form, folder / "other-child", base)
 
 
-@pytest.mark.parametrize("form", [*QUANTIZED, "int8", "int4", "nvfp4", "modelopt", "mxfp4"])
+@pytest.mark.parametrize("form", [*QUANTIZED, *SMALLER])
 def test_other_linears_are_refused(
     calibrated: Path, refused: Callable[..., str], tmp_path: Path, form: str
 ) -> None:

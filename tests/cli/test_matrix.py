@@ -359,16 +359,3 @@ def test_the_program_says_every_loss_and_no_other(cells: Cells) -> None:
                     if any(note.startswith(words) for note in cell.notes)
                 }
                 assert said == set(cell.losses), (name, writer)
-
-
-def test_a_form_goes_to_itself_without_a_loss(cells: Cells) -> None:
-    for name in WRITERS:
-        assert str(cells[name][name]) == "works"
-
-
-def test_k_and_v_are_one_in_three_forms_and_heads_are_kept_in_two(cells: Cells) -> None:
-    apart = cells["compressed-tensors"]
-    assert {name for name in WRITERS if "k=v" in apart[name].losses} == {"tgi", "vllm-json", "rfc"}
-    per_head = cells["kv-overlay-head"]
-    kept = {name for name in WRITERS if "heads" not in per_head[name].losses}
-    assert kept == {"kv-overlay-head", "lightllm-head"}

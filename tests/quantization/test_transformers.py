@@ -193,18 +193,3 @@ def test_check_says_whether_transformers_loads_experts_apart(family: str, tmp_pa
     missing = [name for name in report["missing_keys"] if "experts" in name.split(".")]
     weights = fp8calib.check(out, engine="transformers").engines["transformers"].weights
     assert (weights is None) is (missing == [])
-
-
-def test_blocks_of_the_older_form_are_read_by_transformers(tmp_path: Path) -> None:
-    """As its own fine-grained FP8; only the scheme of blocks is."""
-    model = zoo.save("llama", tmp_path / "model", **SIZES)
-    out = run(tmp_path / "model", tmp_path / "out", "fp8-block", "autofp8").out
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    name = "model.layers.1.mlp.gate_proj.weight"
-    original, found = model.get_parameter(name), loaded.get_parameter(name)
-    for i in range(3):
-        for j in range(2):
-            place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
-            scale = original[place].abs().max() / 448
-            expected = (original[place] / scale).to(torch.float8_e4m3fn).float() * scale
-            torch.testing.assert_close(found[place].float(), expected, rtol=1e-2, atol=0)
