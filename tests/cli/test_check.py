@@ -15,7 +15,6 @@ from tests.kit.checkpoints import change_config
 
 ENGINES = ("vllm", "sglang", "transformers")
 U8 = torch.uint8
-ALL = ("--engine", ",".join(ENGINES))
 DEFAULTS = ("vllm", "sglang")
 
 
@@ -25,11 +24,6 @@ def check(code: int, *arguments: object) -> Any:
     assert outcome.code == code, outcome.err
     assert "Traceback" not in outcome.err
     return outcome.json
-
-
-def statuses(report: Any, engine: str) -> set[str]:
-    layers = report["engines"][engine]["layers"]
-    return {layer[role]["status"] for layer in layers for role in "kv"}
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.cli.quantized_children import (
     save_int,
 )
 from tests.formats.foreign import FOLDER, KV_SCALES
-from tests.kit.checkpoints import Tensors, change_config
+from tests.kit.checkpoints import Tensors
 from tests.quantization.decoded_by_hand import decode_folder, load_tensors
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -34,17 +34,6 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 def dequantize(source: Path, out: Path, *options: object) -> dict[str, Any]:
     report: dict[str, Any] = succeed("dequantize", source, "--out", out, *options, "--json").json
     return report
-
-
-def test_kv_scales_beside_plain_weights_are_nothing_to_dequantize(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    zoo.save("llama", source)
-    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-    section = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
-    change_config(source, quantization_config=section)
-    found = run("dequantize", source, "--out", tmp_path / "out")
-    assert found.code == 4
-    assert "nothing to dequantize" in found.err
 
 
 def require_equal(found: Tensors, expected: Tensors) -> None:

@@ -4,8 +4,7 @@ The vision-language families with stacks of experts want torchvision, which vLLM
 lacks.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,6 @@ from safetensors.torch import load_file
 
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.registry import list_written_fp8
-from fp8calib.quantization.plan import CalibratedScales
-from tests import zoo
 from tests.engines.test_check_weights import make
 from tests.quantization.by_hand import run, separate_scales
 from tests.quantization.stacked import STACKED
@@ -189,79 +186,3 @@ def spread_blocks(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Give every element the scale of its 128 x 128 block."""
     rows, columns = (torch.arange(size) // 128 for size in shape)
     return scale[rows][:, columns]
-
-
-STATIC, DYNAMIC, WEIGHTS, BLOCK = "fp8-static", "fp8-dynamic", "w8a16", "fp8-block"
-LINEAR = {
-    STATIC: "CompressedTensorsW8A8Fp8 tensor static",
-    DYNAMIC: "CompressedTensorsW8A8Fp8 channel dynamic",
-    WEIGHTS: "CompressedTensorsW8A16Fp8 channel dynamic",
-    BLOCK: "CompressedTensorsW8A8Fp8 block dynamic",
-}
-PATTERNS: dict[str, dict[str, str]] = {
-    "llama": {"*.down_proj": WEIGHTS, "*.layers.1.mlp": BLOCK, "*.o_proj": STATIC},
-    "llama-parts": {"re:.*[.](q_proj|k_proj|v_proj)": WEIGHTS, "*.layers.0.mlp.down_proj": STATIC},
-    "mixtral": {"*.layers.1.*.experts": BLOCK, "*.self_attn": WEIGHTS},
-    "qwen3_moe": {"*.experts": STATIC, "*.o_proj": BLOCK},
-}
-EXPECTED: dict[str, dict[str, str]] = {
-    "llama": {
-        **{f"{i}.self_attn.qkv_proj": DYNAMIC for i in (0, 1)},
-        **{f"{i}.self_attn.o_proj": STATIC for i in (0, 1)},
-        **{f"{i}.mlp.down_proj": WEIGHTS for i in (0, 1)},
-        "0.mlp.gate_up_proj": DYNAMIC,
-        "1.mlp.gate_up_proj": BLOCK,
-    },
-    "llama-parts": {
-        **{f"{i}.self_attn.qkv_proj": WEIGHTS for i in (0, 1)},
-        **{f"{i}.self_attn.o_proj": DYNAMIC for i in (0, 1)},
-        **{f"{i}.mlp.gate_up_proj": DYNAMIC for i in (0, 1)},
-        "0.mlp.down_proj": STATIC,
-        "1.mlp.down_proj": DYNAMIC,
-    },
-    "mixtral": {
-        **{f"{i}.self_attn.{name}": WEIGHTS for i in (0, 1) for name in ("qkv_proj", "o_proj")},
-        "0.block_sparse_moe.experts.routed_experts": DYNAMIC,
-        "1.block_sparse_moe.experts.routed_experts": BLOCK,
-    },
-    "qwen3_moe": {
-        **{f"{i}.self_attn.qkv_proj": DYNAMIC for i in (0, 1)},
-        **{f"{i}.self_attn.o_proj": BLOCK for i in (0, 1)},
-        **{f"{i}.mlp.experts.routed_experts": STATIC for i in (0, 1)},
-    },
-}
-"""By hand, by the names of vLLM's modules below `model.layers`."""
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensors]]:
-    """Quantize by several schemes, and let vLLM load it."""
-    folder = tmp_path_factory.mktemp("mixed")
-    halves: Mapping[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.5))
-    scales = CalibratedScales(inputs=halves, kv={})
-    outs = {}
-    for case, choice in PATTERNS.items():
-        family = case.removesuffix("-parts")
-        zoo.save(family, folder / case, **SIZES[family])
-        out = folder / f"{case}-fp8"
-        outs[case] = run(folder / case, out, DYNAMIC, scales=scales, layer_schemes=choice).out
-    return {case: (outs[case], held) for case, held in load_in_vllm(outs).items()}
-
-
-@pytest.mark.parametrize("case", PATTERNS)
-def test_each_weight_has_the_scheme_of_its_pattern(
-    mixed: dict[str, tuple[Path, Tensors]], case: str
-) -> None:
-    folder, held = mixed[case]
-    found = {
-        name.removeprefix("scheme.model.layers."): bytes(text.tolist()).decode()
-        for name, text in held.items()
-        if name.startswith("scheme.")
-    }
-    assert found == {
-        name: LINEAR[scheme].replace("Fp8 ", "Fp8MoEMethod ")
-        if "experts" in name
-        else LINEAR[scheme]
-        for name, scheme in EXPECTED[case].items()
-    }
-    expect_bytes(held, folder, list_modules(n for n in EXPECTED[case] if "experts" not in n))

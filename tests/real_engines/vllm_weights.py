@@ -2,9 +2,9 @@
 
 Runs in vLLM's own environment. The result is a safetensors file of parameters: `loaded.X` as the
 loader left them, `ready.X` as vLLM has prepared them for its kernels, `held.LAYER.k`, `.v` and
-`.is_fp8` of attention layers, `scheme.X` of linears and experts, as text, and `pooling` where vLLM
-runs the model to embed text. No kernel is looked for: the CPU build has none for FP8 matrices
-without AMX and none for FP4, and experts keep the form in which they were loaded.
+`.is_fp8` of attention layers, and `pooling` where vLLM runs the model to embed text. No kernel is
+looked for: the CPU build has none for FP8 matrices without AMX and none for FP4, and experts keep
+the form in which they were loaded.
 """
 
 import tempfile
@@ -104,7 +104,6 @@ def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
     def load_and_take(loader: Any, module: torch.nn.Module, *arguments: Any) -> None:
         load_weights(loader, module, *arguments)
         take("loaded", module)
-        taken.update(name_schemes(module))
 
     def process_and_take(module: torch.nn.Module, *arguments: Any) -> None:
         for inner in module.modules():
@@ -125,23 +124,6 @@ def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
     if config.model_config.runner_type != "generate":
         taken["pooling"] = torch.tensor(True)
     return taken | list_held(config)
-
-
-def name_schemes(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name the class, the weights' strategy and the inputs of each scheme of compressed-tensors."""
-    named: dict[str, torch.Tensor] = {}
-    for name, inner in module.named_modules():
-        method = getattr(inner, "scheme", None) or getattr(inner, "quant_method", None)
-        weights = getattr(method, "weight_quant", None)
-        if weights is None:
-            continue
-        is_static = any(
-            getattr(method, each, False)
-            for each in ("is_static_input_scheme", "static_input_scales")
-        )
-        words = (type(method).__name__, weights.strategy, "static" if is_static else "dynamic")
-        named[f"scheme.{name}"] = torch.tensor(list(" ".join(words).encode()), dtype=torch.uint8)
-    return named
 
 
 def make_config(model: str, dtype: str) -> VllmConfig:
