@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -93,31 +92,6 @@ def test_scales_of_blocks_may_be_powers_of_two(tmp_path: Path) -> None:
         assert np.array_equal(found[f"{LAYER}.{name}.weight_scale"].numpy(), scale)
         codes = codes_of(found[f"{LAYER}.{name}.weight"])
         assert np.array_equal(codes, encode(weight, spread(scale, weight, 128, 128))), name
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        ("mlp.experts.1.w1", "mlp.experts.1.w3"),
-        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-        ("mlp.c_fc_0", "mlp.c_fc_1"),
-    ],
-)
-def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, ...]) -> None:
-    names = [f"{LAYER}.{name}" for name in group]
-    other = f"{LAYER}.self_attn.o_proj"
-    tensors = {
-        f"{name}.weight": random(48, 32, seed=place, factor=3.0**place)
-        for place, name in enumerate((*names, other))
-    }
-    inputs = dict.fromkeys((*names, other), torch.tensor(1.0))
-    source = save(tmp_path / "source", tensors)
-    found = run(
-        source, tmp_path / "out", "fp8-static", scales=CalibratedScales(inputs=inputs, kv={})
-    )
-    check_codes(tensors, found, group, None, None)
-    check_codes(tensors, found, ("self_attn.o_proj",), None, None)
 
 
 def unit_inputs() -> CalibratedScales:
@@ -277,21 +251,6 @@ def test_every_tensor_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None
         assert (tensor.dtype, tensor.shape) == (theirs[key].dtype, theirs[key].shape), key
         raw = (each.reshape(-1).view(torch.uint8) for each in (tensor, theirs[key]))
         assert torch.equal(*raw), key
-
-
-def test_in_bfloat16_modelopt_rounds_the_quotient_first(tmp_path: Path) -> None:
-    """Its scales are ours; with its quotients our codes would be its own."""
-    theirs, source = load_tensors("modelopt-fp8-kv"), load_tensors("llama")
-    ours = quantize(theirs, tmp_path / "out", "modelopt", "fp8-static")
-    linears = [key.removesuffix("_scale") for key in theirs if key.endswith(".weight_scale")]
-    assert len(linears) == 14
-    for name in linears:
-        scale = theirs[f"{name}_scale"].numpy()
-        assert scale == ours[f"{name}_scale"].numpy(), name
-        quotient = source[name].float().numpy() / scale
-        rounded = quotient.astype(ml_dtypes.bfloat16).astype(np.float32)
-        expected = rounded.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        assert np.array_equal(codes_of(theirs[name]), expected), name
 
 
 SHARDS = 3

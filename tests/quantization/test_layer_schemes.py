@@ -25,17 +25,8 @@ from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
 from tests.kit.checkpoints import change_config
 from tests.quantization.by_hand import (
-    LAYER,
     Run,
-    block_amax,
-    codes_of,
-    encode,
-    make_tensors,
     run,
-    save,
-    scale_for,
-    spread,
-    to_numpy,
 )
 
 SIZES = {"llama": {"num_hidden_layers": 3}}
@@ -52,9 +43,6 @@ CHOICES: dict[str, list[dict[str, str]]] = {
 }
 """By family, some choices beside fp8-dynamic. No pattern divides what engines join."""
 CASES = [(family, choice) for family, choices in CHOICES.items() for choice in choices]
-
-
-BLOCKS = {"tensor": (None, None), "channel": (1, None), "block": (128, 128)}
 
 
 def find_by_hand(choice: Mapping[str, str], module: str) -> str:
@@ -102,46 +90,6 @@ def name_scheme(group: QuantizationScheme) -> str:
     name = names[group.weights.strategy, kind]
     assert group.format == ("naive-quantized" if inputs is None else "float-quantized")
     return name
-
-
-def test_codes_and_scales_are_those_of_each_linears_scheme(tmp_path: Path) -> None:
-    """Computed with numpy and ml_dtypes from what compressed-tensors finds in the config."""
-    tensors = make_tensors()
-    names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
-    scales = {name: torch.tensor(0.25 + place) for place, name in enumerate(names)}
-    choice = {"*.down_proj": "w8a16", "*.o_proj": "fp8-static", "*.mlp": "fp8-block"}
-    found = run(
-        save(tmp_path / "source", tensors, shards=3),
-        tmp_path / "out",
-        "fp8-dynamic",
-        scales=CalibratedScales(inputs=scales, kv={}),
-        layer_schemes=choice,
-    )
-    stored = found.tensors()
-    modules = [name.removesuffix(".weight") for name in tensors if tensors[name].dim() == 2]
-    schemes = dict(read_by_compressed_tensors(found.config(), modules))
-    assert {
-        name.removeprefix(f"{LAYER}."): name_scheme(each) for name, each in schemes.items()
-    } == {
-        **{f"self_attn.{part}_proj": "fp8-dynamic" for part in "qkv"},
-        "self_attn.o_proj": "fp8-static",
-        "mlp.gate_proj": "fp8-block",
-        "mlp.up_proj": "fp8-block",
-        "mlp.down_proj": "w8a16",
-    }
-    for module, group in schemes.items():
-        weight = to_numpy(tensors[f"{module}.weight"])
-        assert group.weights is not None
-        block = BLOCKS[group.weights.strategy]
-        scale = scale_for(block_amax(weight, *block))
-        assert np.array_equal(stored[f"{module}.weight_scale"].numpy().reshape(scale.shape), scale)
-        codes = codes_of(stored[f"{module}.weight"])
-        assert np.array_equal(codes, encode(weight, spread(scale, weight, *block))), module
-        inputs = group.input_activations
-        is_static = inputs is not None and not inputs.dynamic
-        assert (f"{module}.input_scale" in stored) is is_static
-        if is_static:
-            assert stored[f"{module}.input_scale"].tolist() == [float(scales[module])]
 
 
 def write(family: str, choice: Mapping[str, str], folder: Path) -> Run:

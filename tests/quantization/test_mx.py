@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
@@ -114,23 +113,6 @@ def test_a_written_checkpoint_is_read_as_codes_times_powers_of_two(
             assert (activation.kind, activation.is_mx) == (InputScaling.GROUP, True)
 
 
-@pytest.mark.parametrize(
-    ("form", "scheme"), [("mxfp8", "mxfp8"), ("compressed-tensors", "mxfp8-a16")]
-)
-def test_transformers_loads_the_same_weights_bit_for_bit(
-    form: str, scheme: str, tmp_path: Path
-) -> None:
-    out = run(FOLDER / "llama", tmp_path / "out", scheme, form).out
-    tensors = load(out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    with torch.no_grad():
-        model(input_ids=torch.arange(3, 9).unsqueeze(0))  # compressed-tensors decodes now
-    loaded = model.state_dict()
-    for linear in list_linears(tensors):
-        exact = decode(tensors[f"{linear}.weight"], tensors[f"{linear}.{FORMS[form]}"])
-        assert torch.equal(loaded[f"{linear}.weight"].double(), exact), linear
-
-
 ONES = torch.full((32, 5), 120, dtype=torch.uint8)
 
 
@@ -200,20 +182,3 @@ def test_commands_read_it_and_add_kv_scales(
     assert 0 < verified["candidates"][0]["kld_mean"] < 0.01
     shown = succeed("show", out).out
     assert "0.000244141" in shown  # 2^-12
-
-
-def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
-    data = draw_rows(tmp_path, 12)
-    made = ("gptq", FOLDER / "llama", "--scheme", "mxfp8-a16")
-    text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
-    succeed(*made, *text, "--out", tmp_path / "gptq")
-    nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)
-    found, source = load(tmp_path / "gptq"), load(FOLDER / "llama")
-    changed = 0
-    for linear in list_linears(nearest):
-        name = f"{linear}.weight"
-        assert torch.equal(found[f"{name}_scale"], nearest[f"{name}_scale"])
-        changed += not torch.equal(found[name].view(torch.uint8), nearest[name].view(torch.uint8))
-        error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
-        assert error.norm() < 0.06 * source[name].double().norm()
-    assert changed == 14

@@ -23,7 +23,6 @@ from fp8calib.quantization.select import find_selection
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.kit.minutes import in_minutes
-from tests.kit.multimodal import build_multimodal
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
 from tests.verification.by_hand import (
@@ -114,69 +113,6 @@ def test_logits_are_those_the_emulation_predicts(
     found = compute_logits(loaded)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, compute_logits(subject.model), rtol=1e-3, atol=1e-3)
-
-
-def test_tied_embeddings_are_one_tensor_again(tmp_path: Path) -> None:
-    model = zoo.save("llama", tmp_path / "model", **SIZES, tie_word_embeddings=True)
-    out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic").out
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    decompress(loaded)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-@zoo.NEEDS_5_23
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_are_loaded_with_their_scales(family: str, tmp_path: Path) -> None:
-    """Of each stacked weight, every element is a code times the scale of its row."""
-    model = zoo.save(family, tmp_path / "model")
-    out = run(tmp_path / "model", tmp_path / "out", "w8a16").out
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    decompress(loaded)
-    compared = 0
-    for name, parameter in model.named_parameters():
-        original, found = parameter.data, loaded.get_parameter(name).data
-        is_kept = original.dim() < 2 or any(
-            part in name for part in ("embed", "lm_head", "norm", ".gate.")
-        )
-        if is_kept:
-            assert torch.equal(found, original), name
-            continue
-        scale = original.abs().amax(-1, keepdim=True) / 448
-        expected = (original / scale).to(torch.float8_e4m3fn).float() * scale
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=name)
-        compared += original.dim() == 3
-    assert compared >= 2
-
-
-def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) -> None:
-    """Its modules are called otherwise in memory than on disk."""
-    model, _ = build_multimodal("gemma3")
-    model.save_pretrained(tmp_path / "model")
-    out = run(tmp_path / "model", tmp_path / "out", "w8a16")
-    assert {matrix.layer for matrix in out.plan.selection.quantized} == {
-        f"language_model.model.layers.{number}" for number in (0, 1)
-    }
-    loaded, report = AutoModelForImageTextToText.from_pretrained(
-        out.out, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    decompress(loaded)
-    changed = {
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, loaded.get_parameter(name))
-    }
-    assert len(changed) == 14
-    assert all("language_model.layers" in name for name in changed)
 
 
 FEW = {"llama4", "gemma4_text", "granitemoe", "deepseek_v3"}

@@ -5,21 +5,18 @@ other forms go through its weight loader alone.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.cli.quantized_children import save_fp4, save_int
-from tests.cli.test_extract import graft, statuses
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.cli.test_extract import graft
+from tests.kit.checkpoints import change_tensors
 from tests.real_engines.changed_models import save_widened
 from tests.real_engines.exports import read_scales
 from tests.real_engines.vllm_job import VllmServer, load_in_vllm
@@ -41,8 +38,6 @@ FORMS: Mapping[str, Callable[[Path, Path], object]] = {
 }
 RUNNING = ("int8", "int4")
 """Those for which vLLM's CPU build has kernels."""
-NOT_IN_TRANSFORMERS = ("modelopt", "modelopt, nvfp4")
-"""transformers 5.23 would take the codes for weights."""
 PROMPT = "The capital of France is Paris. It lies on the river Seine, in the north of the country."
 Written = Callable[[str], tuple[Path, Path]]
 
@@ -78,29 +73,6 @@ def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Writt
         return place / "child", place / "out" / "kv-overlay"
 
     return write
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_check_says_used_and_transformers_gives_the_same_logits(
-    written: Written, tmp_path: Path, form: str
-) -> None:
-    """Transformers rounds K and V where a config says so: this is removed."""
-    child, overlay = written(form)
-    for engine in ("vllm", "sglang"):
-        assert statuses(overlay, engine) == {"used"}, engine
-    if form in NOT_IN_TRANSFORMERS:
-        return
-    plain = tmp_path / "plain"
-    shutil.copytree(overlay, plain, copy_function=os.link)
-    (plain / "config.json").unlink()
-    shutil.copy(overlay / "config.json", plain)
-    change_config(plain, lambda config: config["quantization_config"].pop("kv_cache_scheme", None))
-    ids = torch.arange(100, 116).reshape(1, 16)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    with torch.no_grad():
-        before, after = (load(f)(ids).logits for f in (child, plain))
-    assert bool(before.isfinite().all())
-    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("form", FORMS)
