@@ -1,12 +1,11 @@
-"""Which tokens of a batch count, and the statistics of one tensor in one batch.
+"""Which tokens of a batch count.
 
-Letters in shapes: B sequences, S tokens, R ranges of positions, N rows.
+Letters in shapes: B sequences, S tokens, N rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,8 +37,8 @@ class BatchView:
         sampled: the sequences of the batch that enter the histograms.
     """
 
-    def __init__(self, *, shape: tuple[int, int], lengths: tuple[int, ...], first: int) -> None:
-        self.shape, self.lengths, self.first = shape, lengths, first
+    def __init__(self, shape: Sequence[int], lengths: tuple[int, ...], first: int) -> None:
+        self.shape, self.lengths, self.first = tuple(shape), lengths, first
         self.num_tokens, self.num_rows = sum(lengths), shape[0] * shape[1]
         self.is_padded = self.num_tokens != self.num_rows
         self.spans = split_positions(shape[1])
@@ -77,13 +76,3 @@ class BatchView:
         if (name, device) not in self._on_device:
             self._on_device[name, device] = make().to(device, non_blocking=True)
         return self._on_device[name, device]
-
-
-@dataclass(slots=True, kw_only=True)
-class Reductions:
-    """The statistics of one tensor in one batch."""
-
-    num_tokens: int
-    tensors: dict[str, torch.Tensor]
-    """By name, in the shapes of `SiteStats`. `positions` ends with the last range that the batch
-    reaches, and `sequences` has those of the batch."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.kernel_trial import gpus_of
-from fp8calib.calibration.reductions import try_kernels
+from fp8calib.calibration.reductions import has_experts_kernel, has_reduction_kernel
 from fp8calib.calibration.stats_header import Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import (
@@ -102,7 +103,6 @@ class _Run:
         if job.engine is None and not job.mode.is_streamed:
             self._prepared = model.load(job.progress)
         self._checkpoint = model.checkpoint
-        self._recorder = job.open_recorder(None if journal is None else journal.folder)
         self._weights: dict[Site, SiteStats] = {}  # on the devices that hold the weights
         self._linears: Sequence[Linear] | None = None
         """Those whose weights this process observes; None: no weights."""
@@ -202,14 +202,22 @@ class _Run:
 
     def _open_hooks(self) -> AbstractContextManager[None]:
         """Open the hooks that show forward passes to the recorder."""
-        prepared, observe = self._prepared, self._job.observe
+        prepared, observe, journal = self._prepared, self._job.observe, self._journal
+        self._recorder = self._job.open_recorder(None if journal is None else journal.folder)
         self._decoder = Decoder(prepared.model)
-        self._attentions = prepared.geometry.owners()
-        every = {attention.module for attention in self._attentions.values()}
-        self._unseen = prepared.ignored if observe.kv else every
+        attentions = prepared.geometry.owners()
+        every = {attention.module for attention in attentions.values()}
+        unseen = prepared.ignored if observe.kv else every
+        self._open_cache = partial(
+            HookedCache, self._decoder.config, attentions, unseen, self._recorder
+        )
         linears = prepared.geometry.linears()
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
-        try_kernels({self._decoder.device, *gpus_of(prepared.model)}, has_experts=has_experts)
+        # before the batches, as the host waits for a trial
+        for device in {self._decoder.device, *gpus_of(prepared.model)}:
+            has_reduction_kernel(device)
+            if has_experts:
+                has_experts_kernel(device)
         self._checked_at = time.monotonic()
         return open_hooks(
             *(prepared.model, prepared.geometry, self._recorder),
@@ -217,13 +225,6 @@ class _Run:
             inputs=observe.inputs,
             ignored=prepared.ignored,
         )
-
-    def _begin(self, batch: Batch) -> HookedCache:
-        """Begin to observe a batch, and give its cache; it counts after `end_batch`."""
-        rows, columns = batch.input_ids.shape
-        view = BatchView(shape=(rows, columns), lengths=batch.lengths, first=batch.first)
-        self._recorder.begin_batch(view)
-        return HookedCache(self._decoder.config, self._attentions, self._unseen, self._recorder)
 
     def _check(self, *, at_end: bool = False) -> bool:
         """Refuse NaN and inf in the batches since the last look; on a GPU, look if it was long ago.
@@ -273,15 +274,18 @@ class _Run:
             return {}
         num_tokens = sum(batch.num_tokens for batch in batches)
         self._progress.stage("calibrating", num_tokens, unit="tokens")
-        recorder, waiting, most = self._recorder, deque(batches), sys.maxsize
+        waiting, most = deque(batches), sys.maxsize
         with self._open_hooks():
+            recorder = self._recorder
             while waiting:
                 batch = waiting.popleft()
                 if len(batch.lengths) > most:
                     waiting.extendleft(reversed(cut_into(batch, most)))
                     continue
                 try:
-                    self._decoder.run(batch, self._begin(batch))
+                    view = BatchView(batch.input_ids.shape, batch.lengths, batch.first)
+                    recorder.begin_batch(view)
+                    self._decoder.run(batch, self._open_cache())
                     recorder.end_batch()
                 except OutOfMemoryInForward:
                     most = len(batch.lengths) // 2
@@ -316,18 +320,17 @@ class _Run:
             return {}
         steps = sum(batch.num_tokens for batch in batches) * num_layers
         size = max(len(batch.lengths) for batch in batches)
-        with self._open_hooks():
-            while True:
-                self._progress.stage("layer by layer", steps, unit="tokens", layers=num_layers)
-                try:
+        while True:
+            self._progress.stage("layer by layer", steps, unit="tokens", layers=num_layers)
+            try:
+                with self._open_hooks():
                     return self._walk(streamed, batches)
-                except OutOfMemoryInForward:
-                    size //= 2
-                    if not size:
-                        raise
-                self._recorder.forget()
-                self._back_off(batches[0].first, size)
-                batches = [part for batch in batches for part in cut_into(batch, size)]
+            except OutOfMemoryInForward:
+                size //= 2
+                if not size:
+                    raise
+            self._back_off(batches[0].first, size)
+            batches = [part for batch in batches for part in cut_into(batch, size)]
 
     def _walk(self, streamed: StreamedModel, batches: Sequence[Batch]) -> dict[Site, SiteStats]:
         """Run all batches through every layer in turn."""
@@ -349,7 +352,9 @@ class _Run:
                     self._weights |= observe_weights(left, loaded, ignored=ignored)
                     for number, batch in enumerate(batches):
                         before = store.get(number, self._decoder.device) if index else None
-                        cache = self._begin(batch)
+                        view = BatchView(batch.input_ids.shape, batch.lengths, batch.first)
+                        recorder.begin_batch(view)
+                        cache = self._open_cache()
                         after = steps.run_layer(index, batch, cache, before, checks=number == 0)
                         recorder.end_batch()
                         if index < last:

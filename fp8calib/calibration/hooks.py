@@ -7,7 +7,8 @@ are hooked by forward pre-hooks, and those of experts by transformers' experts i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,31 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
-from fp8calib.model.geometry import Attention, Linear, ModelGeometry, Role, Site
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsCall:
-    """One call of the experts of a layer."""
-
-    path: str
-    """Path of the experts' module."""
-    module: Any
-    block: int
-    """How many consecutive channels of the axis that ranks split share one stored amax."""
-    index: torch.Tensor
-    """The experts that each token is routed to: [N, K]."""
-
-    @property
-    def num_experts(self) -> int:
-        """How many experts the layer has."""
-        return int(self.module.down_proj.shape[0])
-
-    @property
-    def input_sites(self) -> list[Site]:
-        """The sites that read the input of the experts: gate, if there is one, and up."""
-        names = ("gate_proj", "up_proj") if self.module.has_gate else ("up_proj",)
-        return [Site(f"{self.path}.{name}", Role.INPUT) for name in names]
+from fp8calib.model.geometry import Attention, Linear, ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +66,17 @@ class TensorHooks(Protocol):
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Handle the input of a linear: [..., C]."""
 
-    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
-        """Handle the input of gate and up: [N, C]."""
+    def on_expert_input(
+        self, linears: Sequence[Linear], index: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Handle the input of gate, if there is one, and up: [N, C].
 
-    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        `index` has the experts that each token is routed to: [N, K].
+        """
+
+    def on_expert_down(
+        self, linear: Linear, index: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Handle the input of down, its rows sorted by expert: [N * K, C]."""
 
 
@@ -169,7 +153,7 @@ def open_hooks(
         for _, attention in geometry.attentions()
         if attention.module not in ignored
     }
-    experts: dict[nn.Module, tuple[str, int]] = {}
+    experts = defaultdict[nn.Module, list[Linear]](list)
 
     def run_attention(
         function: Callable[..., Any],
@@ -198,17 +182,17 @@ def open_hooks(
     ) -> Any:
         if module not in experts:
             return function(module, hidden, index, *args, **kwargs)
-        path, block = experts[module]
-        call = ExpertsCall(path=path, module=module, block=block, index=index)
-        hidden = hooks.on_expert_input(call, hidden)
+        *inputs, down = experts[module]
+        hidden = hooks.on_expert_input(inputs, index, hidden)
+        on_down = partial(hooks.on_expert_down, down, index)
         with ExitStack() as stack:
             if module.has_gate:
                 apply_gate = module._apply_gate
-                module._apply_gate = lambda gate_up: hooks.on_expert_down(call, apply_gate(gate_up))
+                module._apply_gate = lambda gate_up: on_down(apply_gate(gate_up))
                 stack.callback(delattr, module, "_apply_gate")
             else:
                 hook = module.act_fn.register_forward_hook(
-                    lambda _module, _args, output: hooks.on_expert_down(call, output)
+                    lambda _module, _args, output: on_down(output)
                 )
                 stack.callback(hook.remove)
             # this implementation sorts rows by expert
@@ -223,7 +207,7 @@ def open_hooks(
         for _, linear in geometry.linears() if inputs else ():
             path = linear.runner
             if path not in ignored and linear.num_experts:
-                experts[modules[path]] = (path, linear.expert_block)
+                experts[modules[path]].append(linear)
             elif path not in ignored:
                 see = partial(hooks.on_input, linear)
                 stack.enter_context(changed_input(modules[path], see))

@@ -19,9 +19,8 @@ from fp8calib.calibration.batch_view import (
     HISTOGRAM_SEQUENCES,
     INPUT_HISTOGRAM_TOKENS,
     BatchView,
-    Reductions,
 )
-from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.numerics.histogram import LOWEST_CODE, NUM_BINS, NUM_CODES, bin_of_code
 from fp8calib.numerics.positions import FIRST_RANGE, NUM_RANGES
 
@@ -44,9 +43,7 @@ def launch(
         kernel[tuple(grid)](x, *arguments, **constants)
 
 
-def reduce_heads(
-    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
-) -> Reductions:
+def reduce_heads(batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int) -> SiteStats:
     """Reduce [B, H, S, D] by head, several of them as one if `num_heads` is smaller than H.
 
     With `num_heads` 0 the channels of one head are reduced apart. The histogram counts tokens by
@@ -71,42 +68,44 @@ def reduce_heads(
     )
     tensors = {name: each.view(torch.float32) for name, each in codes.items()}
     counted = {"histogram": histogram} if token_stride else {}
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors | counted)
+    return SiteStats(count=batch.num_tokens, **tensors, **counted)
 
 
 def reduce_experts(
     batch: BatchView,
-    call: ExpertsCall,
     rows: torch.Tensor,
     experts: torch.Tensor,
     order: torch.Tensor,
-) -> Reductions:
+    num_routed: int,
+    num_experts: int,
+    block: int,
+) -> SiteStats:
     """Reduce rows [N * K, C] sorted by expert, per channel and per expert.
 
     `experts` has the expert of each row, and `order` its place before rows were sorted, int64 both.
+    A token goes to `num_routed` experts, and `block` channels of an expert share an amax.
     """
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     num_rows, width = rows.shape
     columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
-    num_blocks = triton.cdiv(width, call.block)
-    sizes = {"amax": (width,), "experts": (call.num_experts, num_blocks)}
+    num_blocks = triton.cdiv(width, block)
+    sizes = {"amax": (width,), "experts": (num_experts, num_blocks)}
     codes, histogram = _make_zeros(batch, rows.device, sizes)
-    counts = batch.zeros(rows.device, 2 * call.num_experts).view(torch.int64)
+    counts = batch.zeros(rows.device, 2 * num_experts).view(torch.int64)
     launch(
         _reduce_experts,
         (triton.cdiv(width, columns), triton.cdiv(num_rows, _ROWS.value)),
         *(rows, order, experts, batch.lengths_on(rows.device), bin_of_code(rows.device)),
         *(codes["amax"], codes["positions"], codes["sequences"], codes["experts"]),
         *(counts, histogram),
-        *(rows.stride(0), num_rows, width, batch.shape[1], call.index.shape[1], call.block),
+        *(rows.stride(0), num_rows, width, batch.shape[1], num_routed, block),
         *(num_blocks, batch.first, HISTOGRAM_SEQUENCES),
         token_stride=INPUT_HISTOGRAM_TOKENS if batch.sampled else 0,
         num_columns=columns,
     )
     tensors = {name: each.view(torch.float32) for name, each in codes.items()}
     counted = {"histogram": histogram} if batch.sampled else {}
-    tensors |= {"expert_counts": counts, **counted}
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+    return SiteStats(count=batch.num_tokens, **tensors, expert_counts=counts, **counted)
 
 
 def _make_zeros(

@@ -7,12 +7,12 @@ device.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 
-from fp8calib.calibration.batch_view import BatchView, Reductions
+from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.calibration_stats import COUNTS, LENGTHS, SiteStats
-from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
     observe_expert_down,
     observe_expert_input,
@@ -40,15 +40,9 @@ class Recorder:
     def __init__(self, num_sequences: int) -> None:
         """Record a run of so many sequences, which may show only some of them."""
         self._num_sequences = num_sequences
-        self._last_inputs: list[tuple[torch.Tensor, int, Reductions]] = []
+        self._last_inputs: list[tuple[torch.Tensor, int, SiteStats]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
-        self._pending: list[tuple[Site, Reductions]] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop all statistics: the run starts again."""
-        self._pending.clear()
-        self._last_inputs.clear()
+        self._pending: list[tuple[Site, SiteStats]] = []
         self.sequences = ()
         self._unchecked: list[tuple[int, int]] = []
         self._unchecked_sites: dict[Site, None] = {}  # in execution order
@@ -86,20 +80,26 @@ class Recorder:
         self._pending.append((site, seen))
         return x
 
-    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+    def on_expert_input(
+        self, linears: Sequence[Linear], index: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
         """Record the input of gate and up per channel and per expert."""
-        sites = call.input_sites
-        seen = observe_expert_input(self.batch, sites[0], hidden, call.index, call.num_experts)
+        sites = [Site(linear.module, Role.INPUT) for linear in linears]
+        num_experts = linears[0].num_experts
+        seen = observe_expert_input(self.batch, sites[0], hidden, index, num_experts)
         self._pending.extend((site, seen) for site in sites)
         return hidden
 
-    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+    def on_expert_down(
+        self, linear: Linear, index: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Record the input of down per channel and per expert."""
-        seen = observe_expert_down(self.batch, call, rows)
-        self._pending.append((Site(f"{call.path}.down_proj", Role.INPUT), seen))
+        sizes = linear.num_experts, linear.expert_block
+        seen = observe_expert_down(self.batch, rows, index, *sizes)
+        self._pending.append((Site(linear.module, Role.INPUT), seen))
         return rows
 
-    def record(self, site: Site, seen: Reductions) -> None:
+    def record(self, site: Site, seen: SiteStats) -> None:
         """Add what was reduced without a hook."""
         self._pending.append((site, seen))
 
@@ -118,7 +118,7 @@ class Recorder:
         )
         earlier = Counter[int]()  # no kernel adds two tensors to the same running one
         for site, seen in self._pending:
-            self._counts[site] += seen.num_tokens
+            self._counts[site] += seen.count
             tensors = self._tensors[site]
             for name, new in seen.tensors.items():
                 of_run = name == "sequences"

@@ -1,5 +1,7 @@
 """Reduce the hooked tensors of one batch to statistics, without padding.
 
+`positions` ends with the last range that the batch reaches, `sequences` has those of the batch.
+
 On a GPU a kernel of Triton does it where it can, else torch's operations; both give the same bits.
 
 Letters in shapes: B sequences, S tokens, R ranges of positions, H heads, D head size, C channels,
@@ -8,9 +10,9 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +21,8 @@ from fp8calib.calibration.batch_view import (
     HISTOGRAM_SEQUENCES,
     INPUT_HISTOGRAM_TOKENS,
     BatchView,
-    Reductions,
 )
-from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.errors import CalibrationError
 from fp8calib.model.geometry import Site
@@ -36,7 +37,7 @@ from fp8calib.numerics.histogram import count_bins
 
 def reduce_tokens(
     batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
-) -> Reductions:
+) -> SiteStats:
     """Reduce [B, H, S, D] per head, or with `num_heads` 0 per channel over all H.
 
     H is a multiple of `num_heads`: Falcon repeats its KV heads before it caches them, and a server
@@ -45,7 +46,7 @@ def reduce_tokens(
     """
     is_whole = x.shape[2] == batch.shape[1]
     if is_whole and has_reduction_kernel(x.device):
-        reduced: Reductions = _kernels().reduce_heads(batch, x, num_heads, token_stride)
+        reduced: SiteStats = _kernels().reduce_heads(batch, x, num_heads, token_stride)
         return reduced
     counted = x
     if is_whole and batch.is_padded:
@@ -64,10 +65,10 @@ def reduce_tokens(
     if token_stride and batch.sampled:
         chosen = x.transpose(1, 2).flatten(0, 1)[batch.sample(x.device, token_stride)]
         tensors["histogram"] = count_bins(chosen)
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+    return SiteStats(count=batch.num_tokens, **tensors)
 
 
-def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
+def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> SiteStats:
     """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C]."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
@@ -87,38 +88,44 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
         of_batch = {"sequences": amax.amax(0, keepdim=True)} if batch.shape[0] == 1 else {}
         is_whole = len(rows) > 0 and len(rows) % batch.num_rows == 0
         num_tokens = batch.num_tokens if is_whole else len(rows)
-        seen = Reductions(num_tokens=num_tokens, tensors={"amax": amax, **of_batch})
+        seen = SiteStats(count=num_tokens, amax=amax, **of_batch)
     if batch.sampled:  # the same share of the rows
         num_sampled = len(batch.sample(x.device, INPUT_HISTOGRAM_TOKENS))
-        seen.tensors["histogram"] = count_bins(rows[:: max(batch.num_rows // num_sampled, 1)])
+        chosen = rows[:: max(batch.num_rows // num_sampled, 1)]
+        seen = replace(seen, histogram=count_bins(chosen))
     return seen
 
 
 def observe_expert_input(
     batch: BatchView, site: Site, hidden: torch.Tensor, index: torch.Tensor, num_experts: int
-) -> Reductions:
+) -> SiteStats:
     """Reduce the input of gate and up, [N, C], per channel and per expert.
 
     `index` has the experts that each token is routed to: int64 [N, K].
     """
     seen = observe_input(batch, site, hidden)
     by_row = amax_over(hidden, -1).unsqueeze(1).repeat_interleave(index.shape[1], 0)
-    seen.tensors |= _reduce_experts(batch, by_row, index, num_experts)
-    return seen
+    experts = _reduce_experts(batch, by_row, index, num_experts)
+    return SiteStats(count=seen.count, **seen.tensors, **experts)
 
 
-def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> Reductions:
-    """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert."""
-    experts, order = torch.sort(call.index.flatten())
+def observe_expert_down(
+    batch: BatchView, rows: torch.Tensor, index: torch.Tensor, num_experts: int, block: int
+) -> SiteStats:
+    """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert.
+
+    Of each expert `block` channels share an amax.
+    """
+    experts, order = torch.sort(index.flatten())
     if has_experts_kernel(rows.device):
-        reduced: Reductions = _kernels().reduce_experts(batch, call, rows, experts, order)
+        sizes = index.shape[1], num_experts, block
+        reduced: SiteStats = _kernels().reduce_experts(batch, rows, experts, order, *sizes)
         return reduced
     by_token = torch.empty_like(rows).index_copy_(0, order, rows)
     routed = by_token.view(*batch.shape, -1, rows.shape[1]).transpose(1, 2)
     seen = reduce_tokens(batch, routed, 0, INPUT_HISTOGRAM_TOKENS)
-    by_block = group_amax(by_token, call.block)
-    seen.tensors |= _reduce_experts(batch, by_block, call.index, call.num_experts)
-    return seen
+    by_expert = _reduce_experts(batch, group_amax(by_token, block), index, num_experts)
+    return SiteStats(count=seen.count, **seen.tensors, **by_expert)
 
 
 def _reduce_experts(
@@ -141,14 +148,6 @@ def _kernels() -> Any:
     from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
 
     return kernels
-
-
-def try_kernels(devices: Iterable[torch.device], *, has_experts: bool) -> None:
-    """Try the kernels that a model needs on its GPUs."""
-    for device in devices:
-        has_reduction_kernel(device)
-        if has_experts:
-            has_experts_kernel(device)
 
 
 @cache
@@ -179,10 +178,14 @@ def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Cal
     numbers = torch.Generator().manual_seed(0)
     rows = torch.randn(2400, 40, generator=numbers).to(torch.bfloat16)
     index = torch.rand(1200, 40, generator=numbers).topk(2).indices
-    module = SimpleNamespace(down_proj=torch.empty(41, 40, 40))
-    call = ExpertsCall(path="", module=module, block=20, index=index)
     given = [rows, *torch.sort(index.flatten())]
     return (
-        lambda: _kernels().reduce_experts(batch, call, *(x.to(device) for x in given)).tensors,
-        lambda: observe_expert_down(batch, call, rows).tensors,
+        lambda: (
+            _kernels()
+            .reduce_experts(
+                batch, *(x.to(device) for x in given), num_routed=2, num_experts=41, block=20
+            )
+            .tensors
+        ),
+        lambda: observe_expert_down(batch, rows, index, 41, 20).tensors,
     )

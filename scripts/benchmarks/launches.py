@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.hooks import ExpertsCall, HookedCache, open_hooks
+from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.arithmetic import read_numerics
@@ -286,15 +286,19 @@ class _ActivationRecorder(Recorder):
         self._add(x)
         return super().on_input(linear, x)
 
-    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+    def on_expert_input(
+        self, linears: Sequence[Linear], index: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
         """Add the input of gate and up."""
         self._add(hidden)
-        return super().on_expert_input(call, hidden)
+        return super().on_expert_input(linears, index, hidden)
 
-    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+    def on_expert_down(
+        self, linear: Linear, index: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Add the input of down."""
         self._add(rows)
-        return super().on_expert_down(call, rows)
+        return super().on_expert_down(linear, index, rows)
 
     def _add(self, x: torch.Tensor) -> None:
         if not any(x is seen for seen in self._last):

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.calibration_stats import SiteStats
-from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import (
     observe_expert_down,
@@ -209,10 +207,10 @@ _SITE = Site("site", Role.INPUT)
 _HEADS, _WIDTH, _EXPERTS, _CHOSEN = 2, 4, 5, 2
 
 
-def record(view: BatchView, site: Site, seen: object) -> SiteStats:
+def record(view: BatchView, site: Site, seen: SiteStats) -> SiteStats:
     recorder = Recorder(view.first + view.shape[0])
     recorder.begin_batch(view)
-    recorder.record(site, seen)  # type: ignore[arg-type]
+    recorder.record(site, seen)
     recorder.end_batch()
     return recorder.stats()[site]
 
@@ -248,11 +246,9 @@ def test_heads_inputs_and_experts(length: int) -> None:
     found = record(view, _SITE, observe_expert_input(view, _SITE, x[0], index, _EXPERTS))
     expect(x[0].abs().numpy(), found)
 
-    module = SimpleNamespace(down_proj=torch.zeros(_EXPERTS, 3, 6))
-    call = ExpertsCall(path="experts", module=module, block=3, index=index)
     order = torch.sort(index.flatten()).indices
     routed = torch.from_numpy(rng.standard_normal((length * _CHOSEN, 6), np.float32))
-    found = record(view, _SITE, observe_expert_down(view, call, routed[order]))
+    found = record(view, _SITE, observe_expert_down(view, routed[order], index, _EXPERTS, 3))
     by_token = routed.view(length, _CHOSEN, 6).abs().amax(1).numpy()
     expect(by_token, found)
 
@@ -285,12 +281,6 @@ def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> 
     x = torch.from_numpy(rng.standard_normal((3, 600, 6), np.float32))
     index = torch.from_numpy(rng.integers(0, _EXPERTS, (3 * 600, 1)))
     order = torch.sort(index.flatten()).indices
-    call = ExpertsCall(
-        path="e",
-        module=SimpleNamespace(down_proj=torch.zeros(_EXPERTS, 3, 6)),
-        block=2,
-        index=index,
-    )
     heads = x.view(3, 600, _HEADS, 3).transpose(1, 2)
     by_sequence = [float(x[i, :length].abs().max()) for i, length in enumerate(lengths)]
     counted = [x[i, :length].abs() for i, length in enumerate(lengths)]
@@ -302,7 +292,7 @@ def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> 
         reduce_tokens(view, heads, _HEADS, 1),
         observe_input(view, _SITE, torch.stack([x, x / 2])),
         observe_expert_input(view, _SITE, x.flatten(0, 1), index, _EXPERTS),
-        observe_expert_down(view, call, x.flatten(0, 1)[order]),
+        observe_expert_down(view, x.flatten(0, 1)[order], index, _EXPERTS, 2),
     ):
         found = record(view, _SITE, seen)
         assert found.sequences is not None
@@ -316,8 +306,7 @@ def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> 
             assert found.expert_counts.tolist() == counts.tolist()
 
 
-def test_nan_is_found_in_a_run_that_starts_again() -> None:
-    """As a streamed run does whose batches did not fit into memory."""
+def test_nan_is_found_in_the_batches_since_the_last_look() -> None:
     recorder = Recorder(4)
 
     def observe(first: int, value: float) -> tuple[Site, int] | None:
@@ -331,7 +320,6 @@ def test_nan_is_found_in_a_run_that_starts_again() -> None:
 
     assert observe(0, 1.0) is None
     assert observe(2, 1.0) is None
-    recorder.forget()
     assert observe(0, float("nan")) == (_SITE, 1)
     assert observe(2, float("inf")) == (_SITE, 3)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from fp8calib.calibration.batch_view import BatchView
-from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.model.geometry import Linear
 
@@ -110,28 +109,33 @@ class HessianRecorder(Recorder):
             self._add(linear.module, rows, self._status_of(rows, len(rows)))
         return x
 
-    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+    def on_expert_input(
+        self, linears: Sequence[Linear], index: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
         """Receive the input of gate and up: [N, C]."""
-        super().on_expert_input(call, hidden)
-        if call.path not in self.wanted:
+        super().on_expert_input(linears, index, hidden)
+        path = linears[0].runner
+        if path not in self.wanted:
             return hidden
-        experts, order = torch.sort(call.index.flatten(), stable=True)
-        tokens = order // call.index.shape[1]
-        for expert, first, stop in _list_runs(experts, call.num_experts):
+        experts, order = torch.sort(index.flatten(), stable=True)
+        tokens = order // index.shape[1]
+        for expert, first, stop in _list_runs(experts, linears[0].num_experts):
             chosen = tokens[first:stop]
-            key = expert_key(call.path, expert, is_down=False)
+            key = expert_key(path, expert, is_down=False)
             self._add(key, hidden[chosen], self._status_of(hidden, len(hidden))[chosen])
         return hidden
 
-    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+    def on_expert_down(
+        self, linear: Linear, index: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Receive the input of down, its rows sorted by expert: [N * K, C]."""
-        super().on_expert_down(call, rows)
-        if call.path not in self.wanted:
+        super().on_expert_down(linear, index, rows)
+        if linear.runner not in self.wanted:
             return rows
-        experts, order = torch.sort(call.index.flatten())  # as `observe_expert_down`
-        status = self._status_of(rows, len(call.index))[order // call.index.shape[1]]
-        for expert, first, stop in _list_runs(experts, call.num_experts):
-            key = expert_key(call.path, expert, is_down=True)
+        experts, order = torch.sort(index.flatten())  # as `observe_expert_down`
+        status = self._status_of(rows, len(index))[order // index.shape[1]]
+        for expert, first, stop in _list_runs(experts, linear.num_experts):
+            key = expert_key(linear.runner, expert, is_down=True)
             self._add(key, rows[first:stop], status[first:stop])
         return rows
 

@@ -170,11 +170,6 @@ class LayerRounding(HessianRecorder):
                     scale = scales.of_weight(matrix, scheme, weight)
                     put(matrix, *rounding.round(matrix, key, weight, scale, scheme))
 
-    def forget(self) -> None:
-        """Drop the Hessians of the open layer; finished layers stay."""
-        super().forget()
-        self.take()
-
     def _group_by_input(
         self, matrices: list[Matrix], hessians: LayerHessians
     ) -> Iterator[tuple[HessianSums | None, list[Matrix]]]:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.hooks import AttentionCall, ExpertsCall, HookedCache, open_hooks
+from fp8calib.calibration.hooks import AttentionCall, HookedCache, open_hooks
 from fp8calib.calibration.kernel_trial import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.geometry import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
@@ -147,16 +147,23 @@ class EmulationHooks:
         """Quantize the input of a linear, once for all that read the same tensor."""
         return self._input([Site(linear.module, Role.INPUT)], x)
 
-    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+    def on_expert_input(
+        self,
+        linears: Sequence[Linear],
+        index: torch.Tensor,  # noqa: ARG002 -- of `TensorHooks`
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
         """Quantize the input of gate and up."""
-        return self._input(call.input_sites, hidden)
+        return self._input([Site(linear.module, Role.INPUT) for linear in linears], hidden)
 
-    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+    def on_expert_down(
+        self, linear: Linear, index: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Quantize the input of down."""
         tokens = None
         if self._kept is not None:
-            tokens = torch.sort(call.index.flatten()).indices // call.index.shape[1]
-        return self._input([Site(f"{call.path}.down_proj", Role.INPUT)], rows, tokens=tokens)
+            tokens = torch.sort(index.flatten()).indices // index.shape[1]
+        return self._input([Site(linear.module, Role.INPUT)], rows, tokens=tokens)
 
     def _input(
         self, sites: list[Site], x: torch.Tensor, tokens: torch.Tensor | None = None
