@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, get_args
 
 from pydantic import Field
 
@@ -99,7 +99,7 @@ FALLBACK = Option(
     "--fallback",
     "Scale of a tensor of zeros or without data. layer-max (default for zeros): the layer's "
     "largest, else 1.0.",
-    choices=tuple(Fallback),
+    choices=get_args(Fallback),
     key="scales.fallback",
 )
 TP = Option(

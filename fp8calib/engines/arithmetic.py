@@ -39,7 +39,7 @@ class Numerics:
 
     name: str = field(compare=False)
     """The key of the engine, for messages."""
-    kv_rounding: Rounding = Rounding.NEAREST_EVEN
+    kv_rounding: Rounding = "nearest-even"
     """How the KV cache write rounds."""
     kv_by_reciprocal: bool = False
     """K and V are multiplied by 1 / scale (fp32) rather than divided."""

@@ -298,7 +298,7 @@ def _fill_missing(
         ExportError: `fallback` is `REFUSE` and a scale is missing.
     """
     missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
-    if missing and fallback is Fallback.REFUSE:
+    if missing and fallback == "refuse":
         raise ExportError(
             f"no scale can be computed for {format_count(len(missing), 'tensor')} "
             f"({cut_list(missing, 5)}): their amax is zero",
@@ -308,7 +308,7 @@ def _fill_missing(
     filled = dict(scales)
     for site in missing:
         values, substitute = scales[site].values, 1.0
-        for pool in pools[site] if fallback is not Fallback.ONE else ():
+        for pool in pools[site] if fallback != "one" else ():
             numbers = [number for other in pool for number in other.values.flatten().tolist()]
             if known := [number for number in numbers if not isnan(number)]:
                 substitute = max(known)

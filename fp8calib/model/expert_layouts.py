@@ -9,16 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Order(StrEnum):
-    """The order of the axes of a stack."""
-
-    OUT_IN = "[experts, out, in]"
-    IN_OUT = "[experts, in, out]"
-    EITHER = "[experts, out, in] or [experts, in, out]"
-    """Published checkpoints have either order; the model's hidden size tells which."""
+OUT_IN, IN_OUT = "[experts, out, in]", "[experts, in, out]"
+"""Orders of the axes of a stack."""
+EITHER = f"{OUT_IN} or {IN_OUT}"
+"""Published checkpoints have either order; the model's hidden size tells which."""
 
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -31,21 +26,19 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 _ARIA = {".experts.fc1.weight": _GATE_UP, ".experts.fc2.weight": _DOWN, **PARAMETERS}
 _GRANITE = {".input_linear.weight": _GATE_UP, ".output_linear.weight": _DOWN, **PARAMETERS}
 
-EXPERT_LAYOUTS: Mapping[str, tuple[Mapping[str, tuple[str, ...]], Order]] = {
-    **dict.fromkeys(("aria", "aria_text"), (_ARIA, Order.IN_OUT)),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared"), (_GRANITE, Order.OUT_IN)
-    ),
-    **dict.fromkeys(("llama4", "llama4_text"), (PARAMETERS, Order.IN_OUT)),
+EXPERT_LAYOUTS: Mapping[str, tuple[Mapping[str, tuple[str, ...]], str]] = {
+    **dict.fromkeys(("aria", "aria_text"), (_ARIA, IN_OUT)),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), (_GRANITE, OUT_IN)),
+    **dict.fromkeys(("llama4", "llama4_text"), (PARAMETERS, IN_OUT)),
     # `conversion_mapping.py`: Transpose with check_dims
-    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), (PARAMETERS, Order.EITHER)),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), (PARAMETERS, EITHER)),
     **dict.fromkeys(
         (
             *("deepseek_v3", "ernie4_5_moe", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite"),
             *("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe"),
             *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
         ),
-        (PARAMETERS, Order.OUT_IN),
+        (PARAMETERS, OUT_IN),
     ),
 }
 """By model type: the stacks by the end of their names, and the order of their axes.
@@ -69,7 +62,7 @@ class KnownStacks:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The projections in a stack of a layer's experts, by the end of its name; empty if it has no
     stacks, or in a way of its own."""
-    order: Order = Order.OUT_IN
+    order: str = OUT_IN
     model_type: str = ""
     """The type of the text model."""
     hidden_size: object = None

@@ -29,7 +29,7 @@ from fp8calib.errors import (
     shorten,
 )
 from fp8calib.model.device import DTYPES
-from fp8calib.model.expert_layouts import PARAMETERS, KnownStacks, Order, cut_name
+from fp8calib.model.expert_layouts import IN_OUT, OUT_IN, PARAMETERS, KnownStacks, cut_name
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.prepared import compare_names, tied_names
@@ -103,12 +103,12 @@ def ask_class(folder: Path, config: Mapping[str, object]) -> KnownStacks:
         for module in skeleton.modules()
         if all(hasattr(module, flag) for flag in flags)
     }
-    orders = {(True, False, True, False): Order.OUT_IN, (True, False, True, True): Order.IN_OUT}
+    orders = {(True, False, True, False): OUT_IN, (True, False, True, True): IN_OUT}
     order = orders.get(found.pop()) if len(found) == 1 else None
     text, buffers = skeleton.config.get_text_config(), skeleton.named_buffers()
     return KnownStacks(
         stacks={} if order is None else PARAMETERS,
-        order=order or Order.OUT_IN,
+        order=order or OUT_IN,
         model_type=text.model_type,
         hidden_size=getattr(text, "hidden_size", 0),
         buffers=frozenset(cut_name(name) for name, each in buffers if each.ndim > 2),

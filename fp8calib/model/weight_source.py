@@ -268,10 +268,10 @@ def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]
     else:
         return
     # most models have no experts
-    from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order  # noqa: PLC0415
+    from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, IN_OUT  # noqa: PLC0415
 
     layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
-    is_known = layout is not None and layout[1] is Order.IN_OUT
+    is_known = layout is not None and layout[1] == IN_OUT
     is_transposed = getattr(experts, "is_transposed", is_known)  # Llama 4's lack the attribute
     transpose: list[ConversionOps] = [Transpose(1, 2)] if is_transposed else []
     yield WeightConverter(

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.numerics.formats import Fp8Format, Rounding, Specials
+from fp8calib.numerics.formats import Fp8Format, Rounding
 
 
 def round_to_format(
-    x: torch.Tensor, fmt: Fp8Format, rounding: Rounding = Rounding.NEAREST_EVEN
+    x: torch.Tensor, fmt: Fp8Format, rounding: Rounding = "nearest-even"
 ) -> torch.Tensor:
     """Give the representable value of each element: fp32, the shape of `x`.
 
@@ -28,7 +28,7 @@ def round_to_format(
 def round_to_format_(
     x: torch.Tensor,
     fmt: Fp8Format,
-    rounding: Rounding = Rounding.NEAREST_EVEN,
+    rounding: Rounding = "nearest-even",
     *,
     saturate: bool = True,
 ) -> torch.Tensor:
@@ -38,17 +38,17 @@ def round_to_format_(
     """
     if saturate:
         x.clamp_(-fmt.max, fmt.max)
-    if x.device.type != "cpu" and rounding is Rounding.NEAREST_EVEN:
+    if x.device.type != "cpu" and rounding == "nearest-even":
         return round_by_torch_(x, fmt)
     powers_of_two = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     steps = powers_of_two.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
     x.div_(steps)
     # toward zero without `torch.trunc`, which takes four times as long on a CPU
-    is_nearest = rounding is Rounding.NEAREST_EVEN
+    is_nearest = rounding == "nearest-even"
     whole = x.round_() if is_nearest else torch.copysign(x.abs().floor_(), x)
     values = whole.mul_(steps)
     # Adding zero turns -0.0 into the only zero that the FNUZ formats have.
-    return values.add_(0.0) if fmt.specials is Specials.NEGATIVE_ZERO else values
+    return values.add_(0.0) if fmt.specials == "negative-zero" else values
 
 
 def round_positive_(x: torch.Tensor, fmt: Fp8Format, *, scale: float) -> torch.Tensor:
@@ -72,5 +72,5 @@ def encode(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Give the code of each element, rounded to nearest: uint8, the shape of `x`."""
     clamped = x.to(torch.float32).clamp(-fmt.max, fmt.max)
     codes = clamped.to(getattr(torch, fmt.dtype_name)).view(torch.uint8)
-    nan_code = 0x80 if fmt.specials is Specials.NEGATIVE_ZERO else 0x7F
+    nan_code = 0x80 if fmt.specials == "negative-zero" else 0x7F
     return codes.masked_fill_(clamped.isnan(), nan_code)

@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.histogram import LOWEST_OCTAVE
-from fp8calib.numerics.rules import Rule, RuleKind
+from fp8calib.numerics.rules import Rule
 
 if TYPE_CHECKING:
     from fp8calib.numerics.histogram_estimates import Spread
@@ -50,18 +50,18 @@ def find_clip_range(
     theirs. Histograms are sampled: of the values they miss only the amax is known, and it counts as
     one value. `percentile:100` is the amax exactly.
     """
-    if rule.kind is RuleKind.ONE:
+    if rule.kind == "1.0":
         return ClipRange(fixed=fmt.max)
-    if rule.kind is RuleKind.HEADROOM:
+    if rule.kind == "headroom":
         return ClipRange(factor=rule.number)
-    if rule.kind is RuleKind.AMAX or rule == Rule(RuleKind.PERCENTILE, 100) or not amax > 0:
+    if rule.kind == "amax" or rule == Rule("percentile", 100) or not amax > 0:
         return ClipRange()
     if histogram is None or not int(histogram.sum()):
         return ClipRange(kept_amax=f"{rule} needs a histogram, which is missing: amax is used")
     from fp8calib.numerics.histogram_estimates import spread_counts  # noqa: PLC0415 -- few rules
 
     spread = spread_counts(histogram, amax=amax)
-    if rule.kind is RuleKind.MSE:
+    if rule.kind == "mse":
         limit = _least_error(spread, amax, fmt)
     else:
         limit = spread.quantile(rule.number / 100)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""
@@ -18,22 +18,14 @@ MOST_CLIPPED = 0.01
 """A rule may clip a few values on purpose; where a scale clips a larger share it is too small."""
 
 
-class Specials(StrEnum):
-    """Which codes of a format are infinities and NaNs."""
+Specials = Literal["ieee", "top-code", "negative-zero"]
+"""Which codes of a format are infinities and NaNs.
 
-    IEEE = "ieee"
-    """The largest exponent holds infinity and NaN (e5m2)."""
-    TOP_CODE = "top-code"
-    """Only the all-ones code is NaN, there is no infinity (e4m3fn)."""
-    NEGATIVE_ZERO = "negative-zero"
-    """Only the code of negative zero is NaN (the FNUZ formats)."""
-
-
-class Rounding(StrEnum):
-    """Which of its two representable neighbours a value becomes."""
-
-    NEAREST_EVEN = "nearest-even"
-    TOWARD_ZERO = "toward-zero"
+`ieee`: the largest exponent holds infinity and NaN (e5m2). `top-code`: only the all-ones code is
+NaN, there is no infinity (e4m3fn). `negative-zero`: only its code is NaN (the FNUZ formats).
+"""
+Rounding = Literal["nearest-even", "toward-zero"]
+"""Which of its two representable neighbours a value becomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +48,9 @@ class Fp8Format:
         """The largest finite value."""
         exponent = 2**self.exponent_bits - 1
         mantissa = 2**self.mantissa_bits - 1
-        if self.specials is Specials.IEEE:
+        if self.specials == "ieee":
             exponent -= 1
-        elif self.specials is Specials.TOP_CODE:
+        elif self.specials == "top-code":
             mantissa -= 1
         return float(2.0 ** (exponent - self.bias) * (1 + mantissa * 2.0**-self.mantissa_bits))
 
@@ -67,7 +59,7 @@ class Fp8Format:
         """The largest fp32 magnitude that still rounds to `max` (to nearest, ties to even)."""
         exponent = math.frexp(self.max)[1] - 1
         tie = self.max + math.ldexp(1.0, exponent - self.mantissa_bits - 1)
-        is_even = self.specials is Specials.TOP_CODE  # its top mantissa is one short of all ones
+        is_even = self.specials == "top-code"  # its top mantissa is one short of all ones
         return tie if is_even else tie - math.ldexp(1.0, exponent - 23)
 
     @property
@@ -87,28 +79,26 @@ class Fp8Format:
         fraction = math.ldexp(code & ((1 << self.mantissa_bits) - 1), -self.mantissa_bits)
         infinity = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
         is_nan = {
-            Specials.NEGATIVE_ZERO: code == 0x80,
-            Specials.TOP_CODE: code & 0x7F == 0x7F,
-            Specials.IEEE: code & 0x7F > infinity,
+            "negative-zero": code == 0x80,
+            "top-code": code & 0x7F == 0x7F,
+            "ieee": code & 0x7F > infinity,
         }
         if is_nan[self.specials]:
             return math.nan
-        if self.specials is Specials.IEEE and exponent == (1 << self.exponent_bits) - 1:
+        if self.specials == "ieee" and exponent == (1 << self.exponent_bits) - 1:
             return sign * math.inf
         if exponent == 0:
             return sign * fraction * self.smallest_normal
         return sign * math.ldexp(1 + fraction, exponent - self.bias)
 
 
-E4M3FN = Fp8Format(
-    name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, specials=Specials.TOP_CODE
-)
+E4M3FN = Fp8Format(name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, specials="top-code")
 E4M3FNUZ = Fp8Format(
-    name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, specials=Specials.NEGATIVE_ZERO
+    name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, specials="negative-zero"
 )
-E5M2 = Fp8Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, specials=Specials.IEEE)
+E5M2 = Fp8Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee")
 E5M2FNUZ = Fp8Format(
-    name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials=Specials.NEGATIVE_ZERO
+    name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials="negative-zero"
 )
 """No scales are made for it; a checkpoint may store numbers in it."""
 

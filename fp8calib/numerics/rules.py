@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import Literal, get_args
 
 from fp8calib.errors import UsageError, suggest
 
@@ -19,30 +19,20 @@ MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
 
 
-class Fallback(StrEnum):
-    """What a site gets as its scale if its amax is zero or no token reached it."""
+Fallback = Literal["layer-max", "one", "refuse"]
+"""What a site gets as its scale if its amax is zero or no token reached it.
 
-    LAYER_MAX = "layer-max"
-    """The largest scale of the same role in the layer, or 1.0 if there is none."""
-    ONE = "one"
-    """1.0."""
-    REFUSE = "refuse"
-    """No scale: an error names the sites."""
+`layer-max`: the largest scale of the same role in the layer, or 1.0 if there is none. `one`: 1.0.
+`refuse`: no scale, an error names the sites.
+"""
+RuleKind = Literal["amax", "percentile", "mse", "headroom", "1.0"]
+"""The names of the rules.
 
-
-class RuleKind(StrEnum):
-    """The names of the rules."""
-
-    AMAX = "amax"
-    """The amax itself."""
-    PERCENTILE = "percentile"
-    """The magnitude below which the given percentage of the histogram's values lies."""
-    MSE = "mse"
-    """The magnitude with the smallest expected squared error over the histogram."""
-    HEADROOM = "headroom"
-    """The amax times the given factor."""
-    ONE = "1.0"
-    """What makes the scale of K, V and inputs 1.0; that of q stays."""
+`amax`: the amax itself. `percentile`: the magnitude below which the given percentage of the
+histogram's values lies. `mse`: the magnitude with the smallest expected squared error over the
+histogram. `headroom`: the amax times the given factor. `1.0`: what makes the scale of K, V and
+inputs 1.0; that of q stays.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +44,12 @@ class Rule:
 
     def __str__(self) -> str:
         if self.kind not in _NUMBER_RANGES:
-            return str(self.kind)
+            return self.kind
         return f"{self.kind}:{repr(self.number).removesuffix('.0')}"
 
 
-AMAX = Rule(RuleKind.AMAX)
-ONE = Rule(RuleKind.ONE)
+AMAX = Rule("amax")
+ONE = Rule("1.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +65,8 @@ class ScaleRules:
 PLAIN_RULES = ScaleRules()
 
 _NUMBER_RANGES = {
-    RuleKind.PERCENTILE: ("0 < P <= 100", math.ulp(0.0), 100.0),
-    RuleKind.HEADROOM: ("1 <= H <= 1024", 1.0, MOST_HEADROOM),
+    "percentile": ("0 < P <= 100", math.ulp(0.0), 100.0),
+    "headroom": ("1 <= H <= 1024", 1.0, MOST_HEADROOM),
 }
 """By kind that takes a number: its range in words, its least and its largest value."""
 KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0"
@@ -95,7 +85,7 @@ def parse_rule(text: str) -> Rule:
             hint="`fp8calib plan MODEL --max-ratio 1.01 --out DIR` writes a recipe with the rule "
             "of each K and V by which the model loses least",
         )
-    kinds = {str(kind): kind for kind in RuleKind}
+    kinds: dict[str, RuleKind] = {kind: kind for kind in get_args(RuleKind)}
     kind, value = kinds.get(name), 0.0
     fault = f"unknown rule {text!r}" if kind is None else ""
     if kind in _NUMBER_RANGES:

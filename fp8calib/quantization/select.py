@@ -19,9 +19,11 @@ from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.model.drafters import count_layers, find_promise, is_drafted, number_layer
 from fp8calib.model.expert_layouts import (
+    EITHER,
+    IN_OUT,
+    OUT_IN,
     UNSERVED_STACKS,
     KnownStacks,
-    Order,
     cut_name,
     find_layout,
     list_configs,
@@ -429,10 +431,10 @@ class ExpertStacks:
         return found
 
 
-_ORIENTATIONS: Mapping[Order, tuple[bool, ...]] = {
-    Order.OUT_IN: (False,),
-    Order.IN_OUT: (True,),
-    Order.EITHER: (False, True),
+_ORIENTATIONS: Mapping[str, tuple[bool, ...]] = {
+    OUT_IN: (False,),
+    IN_OUT: (True,),
+    EITHER: (False, True),
 }
 
 

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from fractions import Fraction
 from functools import cache
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -120,7 +121,7 @@ def test_all_codes_come_back_from_their_values(fmt: Fp8Format) -> None:
     values = list_values(fmt)
     is_number = values.isfinite()
     assert torch.equal(encode(values, fmt)[is_number], ALL_CODES[is_number])
-    for rounding in Rounding:
+    for rounding in get_args(Rounding):
         assert same(round_to_format(values[is_number], fmt, rounding), values[is_number])
 
 
@@ -145,7 +146,7 @@ def test_every_bfloat16_is_rounded_toward_zero_as_a_search_finds(
     expected = torch.tensor([search(float(x), numpy_dtype, fmt.max) for x in ALL_BFLOAT16])
     if fmt is E4M3FNUZ:
         expected = expected + 0.0
-    assert same(round_to_format(ALL_BFLOAT16, fmt, Rounding.TOWARD_ZERO), expected)
+    assert same(round_to_format(ALL_BFLOAT16, fmt, "toward-zero"), expected)
 
 
 @BESIDE_NUMPY
@@ -179,7 +180,7 @@ def test_any_fp32_is_rounded_to_the_nearest_as_ml_dtypes_does(
 def test_numbers_worked_by_hand_in_e4m3fn(x: float, nearest: float, toward_zero: float) -> None:
     assert same(round_to_format(torch.tensor([x]), E4M3FN), torch.tensor([nearest]))
     assert same(
-        round_to_format(torch.tensor([x]), E4M3FN, Rounding.TOWARD_ZERO),
+        round_to_format(torch.tensor([x]), E4M3FN, "toward-zero"),
         torch.tensor([toward_zero]),
     )
 

@@ -1,6 +1,7 @@
 """Rules: read, worked by hand on tiny histograms, and against casts of the raw values."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -56,14 +57,14 @@ def find_limit(text: str, histogram: torch.Tensor, amax: float, fmt: Fp8Format =
     ("text", "rule"),
     [
         ("amax", AMAX),
-        ("mse", Rule(RuleKind.MSE)),
-        ("percentile:99.9", Rule(RuleKind.PERCENTILE, 99.9)),
-        ("percentile:99.9999999", Rule(RuleKind.PERCENTILE, 99.9999999)),
-        ("percentile:100", Rule(RuleKind.PERCENTILE, 100)),
-        ("percentile:1e-05", Rule(RuleKind.PERCENTILE, 0.00001)),
-        ("headroom:1", Rule(RuleKind.HEADROOM, 1)),
-        ("headroom:1.5", Rule(RuleKind.HEADROOM, 1.5)),
-        ("headroom:1024", Rule(RuleKind.HEADROOM, 1024)),
+        ("mse", Rule("mse")),
+        ("percentile:99.9", Rule("percentile", 99.9)),
+        ("percentile:99.9999999", Rule("percentile", 99.9999999)),
+        ("percentile:100", Rule("percentile", 100)),
+        ("percentile:1e-05", Rule("percentile", 0.00001)),
+        ("headroom:1", Rule("headroom", 1)),
+        ("headroom:1.5", Rule("headroom", 1.5)),
+        ("headroom:1024", Rule("headroom", 1024)),
     ],
 )
 def test_a_rule_is_read_and_spelled_as_it_was(text: str, rule: Rule) -> None:
@@ -72,7 +73,7 @@ def test_a_rule_is_read_and_spelled_as_it_was(text: str, rule: Rule) -> None:
 
 
 def test_every_rule_is_among_those_that_are_named() -> None:
-    for kind in RuleKind:
+    for kind in get_args(RuleKind):
         assert kind in KNOWN_RULES
 
 
@@ -111,7 +112,7 @@ def test_headroom_multiplies_and_stays_finite() -> None:
 )
 def test_a_percentile_is_computed_by_hand(percent: float, limit: float | None) -> None:
     histogram = make_histogram({0: 20, UNIT_BIN: 40, UNIT_BIN + 8: 40})
-    rule = Rule(RuleKind.PERCENTILE, percent)
+    rule = Rule("percentile", percent)
     clip_range = find_clip_range(rule, amax=2.125, histogram=histogram, fmt=E4M3FN)
     if limit is None:
         assert clip_range.limit == math.inf

@@ -47,7 +47,7 @@ class Quantizer:
     block: tuple[int, int] = BLOCK
     """Rows and columns that share a dynamic scale, where the granularity is `BLOCK`; of `GROUP`
     the columns are the group's."""
-    rounding: Rounding = Rounding.NEAREST_EVEN
+    rounding: Rounding = "nearest-even"
     smallest_scale: float = SMALLEST_SCALE
     """Lower bound of dynamic scales."""
     largest_amax: float | None = None
@@ -110,7 +110,7 @@ class Quantizer:
     def fits_kernel(self) -> bool:
         """Whether the kernel of a GPU computes it; torch's operations compute everything."""
         scale = self.scale
-        if self.round_trip is not None or self.rounding is not Rounding.NEAREST_EVEN:
+        if self.round_trip is not None or self.rounding != "nearest-even":
             return False
         if isinstance(scale, torch.Tensor):
             return scale.numel() in {1, *scale.shape[-3:-2]}

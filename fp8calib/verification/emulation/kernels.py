@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8calib.calibration import kernels
-from fp8calib.numerics.formats import Fp8Format, Specials
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.fake_quantize import DamageRow, Quantizer
 
@@ -63,7 +63,7 @@ def fake_quantize(
         "in_model_dtype": quantizer.in_model_dtype,
         "scale_by_reciprocal": quantizer.scale_by_reciprocal,
         "power_of_two": quantizer.power_of_two,
-        "has_one_zero": fmt.specials is Specials.NEGATIVE_ZERO,
+        "has_one_zero": fmt.specials == "negative-zero",
         **_describe(fmt),
         "is_masked": counted is not None,
         "flush_stride": flush_stride,
