@@ -34,7 +34,12 @@ from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_class, topology
 from fp8calib.model.geometry import Attention, Role, Site
-from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
+from fp8calib.model.load import (
+    ModelSource,
+    build_skeleton,
+    load_model,
+    open_source,
+)
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.tensor_parallel import check_linears
 from fp8calib.numerics import positions

@@ -100,7 +100,7 @@ class _Run:
         self.back_offs: list[dict[str, int]] = []
         self._job, self._journal, self._progress = job, journal, job.progress
         model, self._prepared = job.model, job.model.prepared
-        if job.engine is None and not job.mode.is_streamed:
+        if not (job.engine or job.mode.is_streamed):
             self._prepared = model.load(job.progress)
         self._checkpoint = model.checkpoint
         self._weights: dict[Site, SiteStats] = {}  # on the devices that hold the weights
@@ -152,9 +152,9 @@ class _Run:
                 if streamed is not None:
                     sites = self._run_by_layer(streamed, todo)
                 else:
-                    sites = self._run_whole(todo if job.engine is None else ())
-                if todo and job.engine is not None:
-                    sites, unseen = job.engine.observe(job, todo, self._journal)
+                    sites = self._run_whole(() if job.engine else todo)
+                if todo and job.observe_text is not None:
+                    sites, unseen = job.observe_text(job, todo, self._journal)
             except CalibrationError as error:
                 failure = error
             # NaN in a weight is the cause of that in an activation

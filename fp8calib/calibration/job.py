@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +21,8 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.stats_header import Observe, StatsHeader
-from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
+from fp8calib.data.sequences import Batch, DataPlan, Share, batches
+from fp8calib.errors import UsageError
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import Site
 
@@ -34,19 +35,14 @@ def choose_batch_size(device: str, seq_len: int) -> int:
     return 1 if device == "cpu" else max(1, _GPU_BATCH_TOKENS // seq_len)
 
 
-class TextEngine(Protocol):
-    """An engine that loads the model itself, runs batches and observes them."""
+ObserveText = Callable[
+    ["CalibrationJob", Sequence[Batch], Journal | None],
+    tuple[dict[Site, SiteStats], Mapping[Site, str]],
+]
+"""Lets an engine load the model of a job, which has no weights, and run batches.
 
-    def describe(self) -> str:
-        """Describe its version and how it runs, as the header of the statistics has it."""
-
-    def observe(
-        self, job: CalibrationJob, todo: Sequence[Batch], journal: Journal | None
-    ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
-        """Run batches; give the statistics, and the sites that it does not show, with the reason.
-
-        The model of the job has no weights.
-        """
+It gives the statistics, and the sites that the engine does not show, with the reason.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +65,10 @@ class CalibrationJob:
     """The output folder; None writes nothing."""
     group: ProcessGroup = LONE
     """The processes that divide the text."""
-    engine: TextEngine | None = None
-    """What runs the text; None runs it with transformers."""
+    engine: str = ""
+    """What runs the text, its version and parallelism; empty for transformers."""
+    observe_text: ObserveText | None = None
+    """Runs it in the engine."""
     progress: Progress
     why_streamed: ClassVar[str] = ""
     """Why the model is streamed even if it fits into memory."""
@@ -94,7 +92,7 @@ class CalibrationJob:
             skipped=(),
             versions=versions(plan.tokens_by_modality if plan else ()),
             measured_quantized=model.checkpoint.form,
-            engine="" if self.engine is None else self.engine.describe(),
+            engine=self.engine,
             text_start=plan.start if plan else "",
             modality_tokens=plan.tokens_by_modality if plan else {},
         )
@@ -104,14 +102,23 @@ class CalibrationJob:
         """The sequences of a batch; an engine runs them one by one."""
         if self.asked_batch_size is not None:
             return self.asked_batch_size
-        if self.plan is None or self.engine is not None:
+        if self.plan is None or self.engine:
             return 1
         return choose_batch_size(self.model.device, self.plan.seq_len)
 
     @cached_property
     def batches(self) -> list[Batch]:
         """The batches of its shard, those that an interrupted run has done among them."""
-        return [] if self.plan is None else select_batches(self.plan, self.batch_size, self.shard)
+        whole = [] if self.plan is None else list(batches(self.plan, self.batch_size))
+        shard = self.shard
+        if shard is None or self.plan is None:
+            return whole
+        if shard.count > len(whole):
+            raise UsageError(
+                f"--shard {shard.index}/{shard.count}: the data gives only {len(whole)} batches",
+                hint=f"use --shard 1/{len(whole)} to {len(whole)}/{len(whole)}, or more --samples",
+            )
+        return list(shard.take(whole))
 
     def count(self) -> dict[str, int]:
         """Count the sequences and tokens of these batches."""
@@ -124,7 +131,7 @@ class CalibrationJob:
     def mode(self) -> MemoryPlan:
         """How the model is held: in memory whole, or streamed."""
         model, observe = self.model, self.observe
-        if self.engine is not None or model.is_placed:
+        if self.engine or model.is_live or model.device_map is not None:
             return MemoryPlan()
         elements = sum(  # amax by channel; the plan's reserve covers the other statistics
             (observe.inputs + observe.weights) * linear.in_features

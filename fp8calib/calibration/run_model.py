@@ -9,7 +9,7 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.device import DTYPES
 from fp8calib.model.load import ModelSource, load_model
-from fp8calib.model.prepared import PreparedModel, list_leftovers
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource
 
 
@@ -31,11 +31,6 @@ class RunModel:
     """GiB, as limited by the user."""
     is_live: bool = False
     """Whether the caller holds the model in memory."""
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether how it is held in memory is not for us to choose."""
-        return self.is_live or self.device_map is not None
 
     def load(self, progress: Progress) -> PreparedModel:
         """Give the model with its weights."""
@@ -62,5 +57,5 @@ class RunModel:
                 f"{self.name} is quantized already: its {self.checkpoint.form} are dequantized, "
                 "and their errors are in everything that is measured; inputs are not quantized"
             )
-        if names := ", ".join(list_leftovers(self.prepared.weights)):
+        if names := ", ".join(self.prepared.leftovers):
             yield f"{self.name}: not parameters of the model, so not loaded: {names}"

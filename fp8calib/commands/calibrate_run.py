@@ -16,7 +16,7 @@ import torch
 
 from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file, save_stats
-from fp8calib.calibration.job import CalibrationJob, TextEngine
+from fp8calib.calibration.job import CalibrationJob, ObserveText
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.calibration.processes import open_process_group
@@ -79,11 +79,11 @@ def run(
     reporter: Reporter,
     process_rank: ProcessRank = ALONE,
     *,
-    make_engine: Callable[[RunModel, Recipe], TextEngine] | None = None,
+    make_engine: Callable[[RunModel, Recipe], tuple[str, ObserveText]] | None = None,
 ) -> CalibrateResult | RunPlan | None:
     """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
 
-    `make_engine` makes what runs the text in place of transformers.
+    `make_engine` describes what runs the text in place of transformers, and gives what runs it.
 
     A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
     checkpoint that `save_pretrained` writes of it.
@@ -132,6 +132,7 @@ def run(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
                 hint="leave out --shard",
             )
+        engine, observe_text = ("", None) if make_engine is None else make_engine(model, recipe)
         job = CalibrationJob(
             model=model,
             observe=recipe.observe,
@@ -141,7 +142,8 @@ def run(
             shard=shard,
             out=out,
             group=group,
-            engine=None if make_engine is None else make_engine(model, recipe),
+            engine=engine,
+            observe_text=observe_text,
             progress=reporter,
         )
         told = dict.fromkeys((*model.list_warnings(), *(text.warnings if text else ())))
@@ -176,7 +178,7 @@ def _run(
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *job.mode.describe()) if out is not None else ():
         reporter.say(text)
-    reporter.say(model.describe("" if job.engine is None else job.engine.describe()))
+    reporter.say(model.describe(job.engine))
     if group.size > 1:
         threads = torch.get_num_threads()
         reporter.say(f"{group.size} processes share the data, with {threads} threads each")

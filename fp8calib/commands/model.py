@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from fp8calib.model.load import (
     ModelSource,
     as_unquantized,
     build_skeleton,
+    find_longest,
     load_processor,
     load_tokenizer,
     open_source,
@@ -207,7 +209,7 @@ def plan_text(
     `rows` are read instead of sources. `tokenizer`, or the one of a processor, is used instead of
     that in the model's folder. `few` is what a text of few tokens is warned with; empty: nothing.
     """
-    longest = source.max_positions
+    longest, longest_padded = find_longest(source.config)
     length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     if longest is not None and length > longest:
         raise UsageError(
@@ -217,6 +219,7 @@ def plan_text(
     processor: Any = tokenizer if hasattr(tokenizer, "tokenizer") else None
     placeholders = find_placeholders(source.config)
 
+    @cache
     def give_tokenizer() -> Any:
         if tokenizer is None:
             return load_tokenizer(source)
@@ -227,6 +230,7 @@ def plan_text(
         given.chat_template = processor.chat_template
         return given
 
+    @cache
     def make_encoder() -> MediaEncoder:
         from fp8calib.data.processor import MediaEncoder  # text needs none of it
 
@@ -236,10 +240,10 @@ def plan_text(
     settings = {**data.model_dump(exclude={"batch_size"}), "seq_len": length}
     encoder = RowEncoder(
         give_tokenizer,
-        int(source.text_config.vocab_size),
+        int(source.config.get_text_config(decoder=True).vocab_size),
         media=make_encoder if placeholders else None,
         placeholders=placeholders,
-        longest_padded=source.longest_padded,
+        longest_padded=longest_padded,
     )
     plan = build_plan(encoder, rows, part=part, **settings)
     return warn_of_few(plan, few) if few else plan

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -147,38 +147,24 @@ def _warn_of_media(
 # --- tokens of rows ------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class RowEncoder:
-    """Encodes rows for one model, counts them, and keeps the errors of those that are unusable.
+    """Encodes rows for one model, counts them, and keeps the errors of those that are unusable."""
 
-    Attributes:
-        placeholders: the ids of the tokens that media fill.
-        longest_padded: the maximum length at which sequences are padded into one batch; None means
-            any length.
-        counts: the rows that were read, and what became of them.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Callable[[], Any],
-        vocab_size: int,
-        *,
-        media: Callable[[], MediaEncoder] | None = None,
-        placeholders: Mapping[int, Modality] | None = None,
-        longest_padded: int | None = None,
-    ) -> None:
-        """Call `tokenizer` and `media` at most once, when the first row needs them.
-
-        Without `media` the model takes text alone.
-        """
-        self.placeholders = placeholders or {}
-        self.longest_padded = longest_padded
-        self.counts = RowsUsed()
-        self._tokenizer = functools.cache(tokenizer)
-        self._media = None if media is None else functools.cache(media)
-        self._unusable: list[DataError] = []
-        self._shortened: list[str] = []
-        """Origins of the conversations that the chat template does not render whole."""
-        self._vocab_size = vocab_size
+    tokenizer: Callable[[], Any]
+    """Called when a row needs it, as `media`."""
+    vocab_size: int
+    media: Callable[[], MediaEncoder] | None = None
+    """None if the model takes text alone."""
+    placeholders: Mapping[int, Modality] = field(default_factory=dict)
+    """The ids of the tokens that media fill."""
+    longest_padded: int | None = None
+    """The maximum length at which sequences are padded into one batch; None means any length."""
+    counts: RowsUsed = field(default_factory=RowsUsed)
+    """The rows that were read, and what became of them."""
+    _unusable: list[DataError] = field(default_factory=list)
+    _shortened: list[str] = field(default_factory=list)
+    """Origins of the conversations that the chat template does not render whole."""
 
     def encode(self, row: ReadRow, *, strict: bool) -> EncodedRow | None:
         """Encode a row; None if it cannot be used (an error if `strict`).
@@ -202,7 +188,7 @@ class RowEncoder:
         """Give the SHA-256 of the chat template that was applied; None if none was."""
         if not self.counts.conversations:
             return None
-        holder: Any = self._media().template if has_media and self._media else self._tokenizer()
+        holder: Any = self.media().template if has_media and self.media else self.tokenizer()
         if not has_chat_template(holder):
             return None
         text = holder.chat_template
@@ -247,25 +233,23 @@ class RowEncoder:
             return row
         encoded: EncodedRow = []
         if row.media:
-            if self._media is None:
+            if self.media is None:
                 raise DataError(
                     f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
                     hint="use other data, or --text-column to leave out columns of media",
                 )
-            encoded = self._media().encode(row)
+            encoded = self.media().encode(row)
         elif row.input_ids is not None:
             encoded = row.input_ids
-        elif row.messages is not None and (
-            row.text is None or has_chat_template(self._tokenizer())
-        ):
-            rendered = render_messages(self._tokenizer(), row.messages, row.origin, tools=row.tools)
+        elif row.messages is not None and (row.text is None or has_chat_template(self.tokenizer())):
+            rendered = render_messages(self.tokenizer(), row.messages, row.origin, tools=row.tools)
             if isinstance(rendered, DataError):
                 return rendered
             encoded, is_whole = rendered
             self._shortened += [] if is_whole else [row.origin]
         elif row.text is not None and row.text.strip():
             # verbose=False: text longer than the model's context is cut later, without a warning
-            encoded = list(self._tokenizer()(row.text, verbose=False)["input_ids"])
+            encoded = list(self.tokenizer()(row.text, verbose=False)["input_ids"])
         self.counts.conversations += row.messages is not None
         self.counts.token_ids += row.input_ids is not None
         self._check_ids(encoded if isinstance(encoded, Sequence) else encoded.ids.tolist(), row)
@@ -276,14 +260,14 @@ class RowEncoder:
 
         A tokenizer may have more tokens than that: only those that occur in the text count.
         """
-        last = self._vocab_size - 1
+        last = self.vocab_size - 1
         bad = next((index for index, token in enumerate(ids) if not 0 <= token <= last), None)
         if bad is None:
             return
         what = f"input_ids holds {ids[bad]} at position {bad}"
         hint = "tokenize the data with this model's tokenizer, or give rows with `text`"
         if row.input_ids is None:
-            token = shorten(self._tokenizer().decode([ids[bad]]))
+            token = shorten(self.tokenizer().decode([ids[bad]]))
             what = f"the text gives token {ids[bad]} ({token})"
             hint = "take it out of the text, use the tokenizer published with this model, or "
             hint += "resize the embedding"

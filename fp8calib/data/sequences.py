@@ -266,19 +266,6 @@ def parse_share(text: str) -> Share:
     return Share(index=int(match[1]), count=int(match[2]))
 
 
-def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batch]:
-    """Cut a plan into batches and return those of a shard, or all of them."""
-    whole = list(batches(plan, batch_size))
-    if shard is None:
-        return whole
-    if shard.count > len(whole):
-        raise UsageError(
-            f"--shard {shard.index}/{shard.count}: the data gives only {len(whole)} batches",
-            hint=f"use --shard 1/{len(whole)} to {len(whole)}/{len(whole)}, or more --samples",
-        )
-    return list(shard.take(whole))
-
-
 def sequence_ranges(batches: Iterable[Batch]) -> list[tuple[int, int]]:
     """List the sequences of each batch as a range of global indices, the stop exclusive."""
     return [(batch.first, batch.first + len(batch.lengths)) for batch in batches]

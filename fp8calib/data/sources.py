@@ -112,7 +112,7 @@ def iter_rows(
         options: dict[str, Any] = {"text_column": text_column, "allow_blank": not spec.files}
         if place is None:
             values = _read_builtin(part)
-        elif isinstance(place, HubSource) or not spec.files:
+        elif isinstance(place, tuple) or not spec.files:
             values = _read_dataset(place, name)
             options["folder"] = place if isinstance(place, Path) else Path()
         else:
@@ -268,16 +268,17 @@ def _read_dataset(source: HubSource | Path, label: str) -> _Values:
         if isinstance(source, Path):
             dataset = datasets.load_from_disk(str(source)).with_format(None)
         else:
-            name, config, split = source.name, source.config, source.split
+            name, config, split = source
             dataset = datasets.load_dataset(name, config, split=split, streaming=True)
-        where = label if isinstance(source, Path) else f"hub:{source.name}"
+        where = label if isinstance(source, Path) else f"hub:{source[0]}"
         for number, value in enumerate(_keep_encoded(dataset), start=1):
             yield f"{where} row {number}", value
     except Exception as error:  # the failures of datasets share no base class
         what = f"{label}: the dataset cannot be read"
         hint = "save it again with datasets.save_to_disk"
-        if isinstance(source, HubSource):
-            what = f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
+        if isinstance(source, tuple):
+            name, config, split = source
+            what = f"hub:{name}, config {config or 'default'}, split {split}: "
             what += "the hub cannot be reached or has no such dataset"
             hint = "check name, configuration and split, or use --data with a local file"
         message = f"{what} ({type(error).__name__}: {first_line(error)})"

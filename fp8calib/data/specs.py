@@ -30,13 +30,8 @@ class Specs(tuple[str, ...]):
     """Data specs from `--data`; any other list of strings is a list of texts."""
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """One split of a dataset on the Hugging Face hub."""
-
-    name: str
-    config: str | None = None
-    split: str = "train"
+HubSource = tuple[str, str | None, str]
+"""A dataset on the Hugging Face hub, its configuration, and a split of it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ def parse_spec(text: str) -> DataSpec:
         if len(rest) == 1:
             rest = ["", rest[0]] if rest[0] in _SPLIT_NAMES else [rest[0], ""]
         config, split = rest or ["", ""]
-        return DataSpec(HubSource(name, config or None, split or "train"), text, weight)
+        return DataSpec((name, config or None, split or "train"), text, weight)
     path = Path(body)
     label = (path.absolute().name or body) + text[len(body) :]
     if all(_is_file(path / name) for name in _SAVED_FILES):
@@ -113,12 +108,13 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
             entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
         except OSError as error:
             fault = f"the folder cannot be listed ({error.strerror})"
-        paths = tuple(e for e in entries if _is_file(e) and _has_suffix(e))
+        paths = tuple(e for e in entries if _is_file(e) and e.suffix.lower() in ACCEPTED_SUFFIXES)
         if not paths:
             hint = "name the folder that holds the files; its subfolders are not searched"
             raise DataError(f"--data {path}: {fault}", hint=hint)
         return paths, tuple(entry.name for entry in entries if entry not in paths)
-    if not _has_suffix(path) and (path.suffix or _is_file(path)):
+    is_accepted = path.suffix.lower() in ACCEPTED_SUFFIXES
+    if not is_accepted and (path.suffix or _is_file(path)):
         ending = f"the suffix {path.suffix.lower()!r}" if path.suffix else "a file without suffix"
         raise UsageError(
             f"--data {path}: {ending} is not accepted; accepted are {accepted}", hint=_SPEC_HINT
@@ -133,9 +129,5 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     return (path,), ()
 
 
-def _has_suffix(path: Path) -> bool:
-    return path.suffix.lower() in ACCEPTED_SUFFIXES
-
-
 def _is_data_path(text: str) -> bool:
-    return _is_dir(text) or (_is_file(text) and _has_suffix(Path(text)))
+    return _is_dir(text) or (_is_file(text) and text.lower().endswith(ACCEPTED_SUFFIXES))

@@ -64,38 +64,6 @@ class ModelSource:
     stored: Checkpoint | None = None
     """The folder's weights, of which none is read yet; None if they were not opened."""
 
-    @property
-    def text_config(self) -> Any:
-        """The config of the text decoder (the config itself for a text-only model)."""
-        return self.config.get_text_config(decoder=True)
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence that the model supports; None if its config does not state it."""
-        value = getattr(self.text_config, "max_position_embeddings", None)
-        return int(value) if value else None
-
-    @property
-    def longest_padded(self) -> int | None:
-        """The longest sequence that may be padded; None if any may be.
-
-        Some rotary angles (longrope, dynamic NTK) depend on the longest sequence of a batch,
-        padding included (transformers 5.23 `dynamic_rope_update`).
-        """
-        config = self.text_config
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-        sections = [rope, *rope.values()] if isinstance(rope, dict) else []
-        limits = []
-        for section in (section for section in sections if isinstance(section, dict)):
-            kind = str(section.get("rope_type", section.get("type")))
-            if "dynamic" in kind or kind in {"longrope", "su"}:
-                limits.append(
-                    section.get("original_max_position_embeddings")
-                    or getattr(config, "original_max_position_embeddings", None)
-                    or self.max_positions
-                )
-        return min((int(limit) for limit in limits if limit), default=None)
-
 
 def open_source(
     model: str,
@@ -182,7 +150,7 @@ def _choose_class(source: ModelSource) -> tuple[Any, Any]:
     chosen = next((each for each in classes if each.__name__ == named), classes[0])
     text = config.sub_configs.get("text_config")
     is_text_only = text is not None and getattr(chosen, "config_class", None) is text
-    return chosen, source.text_config if is_text_only else config
+    return chosen, config.get_text_config(decoder=True) if is_text_only else config
 
 
 def as_unquantized(source: ModelSource) -> ModelSource:
@@ -207,6 +175,31 @@ class _LazyTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._checkpoint.read(self._name)[index]
+
+
+def find_longest(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """Find the longest sequence that a model supports, and the longest that may be padded.
+
+    None if its config does not state it, and if any may be padded. Some rotary angles (longrope,
+    dynamic NTK) depend on the longest sequence of a batch, padding included (transformers 5.23
+    `dynamic_rope_update`).
+    """
+    text = config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    limits = []
+    for section in [rope, *rope.values()] if isinstance(rope, dict) else ():
+        if not isinstance(section, dict):
+            continue
+        kind = str(section.get("rope_type", section.get("type")))
+        if "dynamic" in kind or kind in {"longrope", "su"}:
+            limits.append(
+                section.get("original_max_position_embeddings")
+                or getattr(text, "original_max_position_embeddings", None)
+                or longest
+            )
+    longest_padded = min((int(limit) for limit in limits if limit), default=None)
+    return int(longest) if longest else None, longest_padded
 
 
 def load_tokenizer(source: ModelSource) -> Any:

@@ -36,6 +36,11 @@ class PreparedModel:
     weights: WeightSource
     ignored: frozenset[str]
     """The modules that are excluded from calibration."""
+    leftovers: tuple[str, ...] = ()
+    """The tensors that the model has no parameter for; numbers that differ are `*`. Those below the
+    paths of `weights.unused`, and buffers that models now compute, are left out."""
+    absent: tuple[str, ...] = ()
+    """The parameters that no tensor fills, which are outside the text decoder; as `leftovers`."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -54,7 +59,11 @@ def prepare(
         RecipeError: a pattern matches no module.
     """
     weights = WeightSource(model, checkpoint)
-    check_stored_parameters(weights)
+    absent, leftovers = compare_names(weights)
+    check_stored_parameters(weights, absent, leftovers)
+    covered = set(weights.unused)
+    tensors = (name for names in leftovers.values() for name in names)
+    others = (name for name in tensors if covered.isdisjoint(list_paths(name)))
     geometry, unobserved = find_geometry(
         model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
@@ -67,6 +76,8 @@ def prepare(
         ignored=frozenset(
             name for pattern in ignore for name in match_names(pattern, names, "observe.ignore")
         ),
+        leftovers=tuple(sorted(group_by_pattern(others), key=dot_natural_key)),
+        absent=tuple(sorted(group_by_pattern(absent), key=dot_natural_key)),
     )
 
 
@@ -104,19 +115,17 @@ def list_skipped(
     for module in sorted(ignored):
         yield module, "excluded by the recipe (observe.ignore)"
     yield from _list_modules(prepared)
-    weights = prepared.weights
     drafters = {path for site in observed for path in list_paths(site.module)}
-    absent = sorted(group_by_pattern(compare_names(weights)[0]), key=dot_natural_key)
     for names, why in (
         (
-            [name for name in weights.unused if name not in drafters],
+            [name for name in prepared.weights.unused if name not in drafters],
             "in the checkpoint, but not part of the text decoder: neither loaded nor run",
         ),
         (
-            list_leftovers(weights),
+            prepared.leftovers,
             "in the checkpoint, but not a parameter of the model: neither loaded nor run",
         ),
-        (absent, "not in the checkpoint, and not part of the text decoder: not run"),
+        (prepared.absent, "not in the checkpoint, and not part of the text decoder: not run"),
     ):
         yield from ((name, why) for name in names)
 
@@ -167,8 +176,12 @@ class UnfilledModelError(ModelError):
     """The checkpoint and the model's class or config do not fit together."""
 
 
-def check_stored_parameters(weights: WeightSource) -> None:
+def check_stored_parameters(
+    weights: WeightSource, absent: Sequence[str], leftovers: Mapping[str, tuple[str, ...]]
+) -> None:
     """Refuse a checkpoint that does not hold the model that its config describes.
+
+    `absent` and `leftovers` are those of `compare_names`.
 
     Raises:
         UnfilledModelError: the checkpoint lacks a parameter of the text decoder or the lm_head,
@@ -177,7 +190,6 @@ def check_stored_parameters(weights: WeightSource) -> None:
     """
     model, stored = weights.model, weights.source
     runs = is_run(model)
-    absent, leftovers = compare_names(weights)
     if missing := [name for name in absent if runs(name)]:
         raise missing_error(stored.folder, missing)
     known = model.state_dict()
@@ -219,18 +231,6 @@ def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
     return lambda name: (
         name.startswith(f"{path}." if path else "") or _find_module(model, name) in in_head
     )
-
-
-def list_leftovers(weights: WeightSource) -> list[str]:
-    """List the tensors that the model has no parameter for; numbers that differ are `*`.
-
-    Tensors below the paths of `weights.unused`, and buffers that models now compute, are not
-    listed.
-    """
-    covered = set(weights.unused)
-    leftovers = (name for names in compare_names(weights)[1].values() for name in names)
-    others = (name for name in leftovers if covered.isdisjoint(list_paths(name)))
-    return sorted(group_by_pattern(others), key=dot_natural_key)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:

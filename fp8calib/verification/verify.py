@@ -342,13 +342,13 @@ def plan_verification(
     case, `cannot_stream` is raised where it would be. Where a GPU has room, candidates `may_share`
     a batch with the unquantized model.
     """
-    if model.is_placed:
+    if model.is_live or model.device_map is not None:
         return MemoryPlan()
     text = list(batches(asked.plan, asked.batch_size))
     scored = [*asked.candidates, *asked.others, *asked.rules.values()]
     logits = scoring_bytes(
         torch.device(model.device),
-        int(model.source.text_config.vocab_size),
+        int(model.source.config.get_text_config(decoder=True).vocab_size),
         DTYPES[model.dtype].itemsize,
         num_tokens=max(batch.input_ids.numel() for batch in text),
     )

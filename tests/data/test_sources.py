@@ -15,7 +15,6 @@ from fp8calib.data.rows import ReadRow, Row, parse_row
 from fp8calib.data.sources import iter_rows, mix_rows
 from fp8calib.data.specs import (
     DataSpec,
-    HubSource,
     parse_spec,
 )
 from fp8calib.errors import DataError, UsageError
@@ -149,12 +148,12 @@ def touch(path: Path) -> Path:
     [
         ("builtin", DataSpec(None, "builtin")),
         ("builtin@2", DataSpec(None, "builtin@2", 2.0)),
-        ("hub:wikitext", DataSpec(HubSource("wikitext"), "hub:wikitext")),
-        ("hub:a/b:cfg", DataSpec(HubSource("a/b", "cfg"), "hub:a/b:cfg")),
-        ("hub:a/b:cfg:test", DataSpec(HubSource("a/b", "cfg", "test"), "hub:a/b:cfg:test")),
-        ("hub:a/b::extra", DataSpec(HubSource("a/b", None, "extra"), "hub:a/b::extra")),
-        ("hub:a@0.25", DataSpec(HubSource("a"), "hub:a@0.25", 0.25)),
-        ("hub:a@main", DataSpec(HubSource("a@main"), "hub:a@main")),
+        ("hub:wikitext", DataSpec(("wikitext", None, "train"), "hub:wikitext")),
+        ("hub:a/b:cfg", DataSpec(("a/b", "cfg", "train"), "hub:a/b:cfg")),
+        ("hub:a/b:cfg:test", DataSpec(("a/b", "cfg", "test"), "hub:a/b:cfg:test")),
+        ("hub:a/b::extra", DataSpec(("a/b", None, "extra"), "hub:a/b::extra")),
+        ("hub:a@0.25", DataSpec(("a", None, "train"), "hub:a@0.25", 0.25)),
+        ("hub:a@main", DataSpec(("a@main", None, "train"), "hub:a@main")),
     ],
 )
 def test_a_spec_without_path_is_read_as_its_grammar_says(spec: str, expected: DataSpec) -> None:

@@ -15,7 +15,7 @@ from fp8calib.errors import CalibrationError, ModelError
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
-from tests.doors import Role, Site, make_plan, opened, refuse_source, run_calibration
+from tests.doors import Role, Site, find_longest, make_plan, opened, refuse_source, run_calibration
 from tests.truth import brute_force
 from tests.zoo import draw
 
@@ -132,7 +132,7 @@ def test_every_row_is_what_it_is_alone(family: str, streamed: bool, tmp_path: Pa
     alone = run_alone(zoo.save(family, tmp_path / "m", **MODELS[family]))
     plan = make_plan(ROWS, packed=False)
     with opened(tmp_path / "m", streamed=streamed) as subject:
-        plan = replace(plan, longest_padded=subject.source.longest_padded)
+        plan = replace(plan, longest_padded=find_longest(subject.source.config)[1])
         stats = subject.calibrate(plan=plan, batch_size=3)
     for layer, attention in stats.geometry.attentions():
         keys = [key for capture in alone for key, _ in capture.kv[layer.index]]

@@ -72,7 +72,11 @@ def open_servers(
     if tokenizer is None:
         with suppress(ModelError):  # data of token ids needs none, and there may be none
             tokenizer = load_tokenizer(source)
-    shared = (plan.sequences, tokenizer, int(source.text_config.vocab_size))
+    shared = (
+        plan.sequences,
+        tokenizer,
+        int(source.config.get_text_config(decoder=True).vocab_size),
+    )
     client = ServerClient("URL", request.url, "FP8CALIB_SERVER_KEY", say)
     servers = [connect(request, client, request.server_model, request.server_kind, *shared)]
     if (url := request.reference_server) is not None:

@@ -24,7 +24,7 @@ def main(
 ) -> None:
     """Cut the data of `specs`, or a part of the built-in text, into rows of `num_tokens` ids."""
     source = open_source(model)
-    vocab_size = int(source.text_config.vocab_size)
+    vocab_size = int(source.config.get_text_config(decoder=True).vocab_size)
     plan = build_plan(
         RowEncoder(lambda: load_tokenizer(source), vocab_size),
         sources=specs,

@@ -19,9 +19,9 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.machine import ALONE, ProcessRank
 
 if TYPE_CHECKING:
+    from fp8calib.calibration.job import ObserveText
     from fp8calib.calibration.run_model import RunModel
     from fp8calib.commands.recipe import Recipe
-    from fp8calib.plugins.vllm.engine import EngineSettings
 
 describe = core.describe
 
@@ -80,7 +80,7 @@ def run(
         from fp8calib.plugins.vllm.engine import check_options
     check_engine(request, process_rank)
     check_options(request.engine_option or {})
-    return calibrate_run.run(request, reporter, make_engine=partial(_make_settings, request))
+    return calibrate_run.run(request, reporter, make_engine=partial(_make_engine, request))
 
 
 def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> None:
@@ -101,16 +101,16 @@ def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> No
         )
 
 
-def _make_settings(
+def _make_engine(
     request: VllmCalibrateRequest, model: RunModel, recipe: Recipe
-) -> EngineSettings:
+) -> tuple[str, ObserveText]:
     from fp8calib.plugins.vllm.engine import EngineSettings
 
     asked = recipe.quantize
     schemes = () if asked is None else asked.make_settings().schemes
     needs = [f"format {each}" for each in recipe.formats if find_dialect(each).has_linears]
     needs += (f"scheme {each.name}" for each in schemes if each.has_static_inputs)
-    return EngineSettings(
+    engine = EngineSettings(
         dtype=model.dtype,
         trust_remote_code=request.trust_remote_code,
         tensor_parallel_size=request.tensor_parallel_size,
@@ -118,6 +118,7 @@ def _make_settings(
         options=request.engine_option or {},
         needs_inputs=next(iter(needs), ""),
     )
+    return engine.describe(), engine.observe
 
 
 calibrate = as_function("calibrate", VllmCalibrateRequest, run)
