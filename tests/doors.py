@@ -37,6 +37,7 @@ from fp8calib.model.geometry import Attention, Role, Site
 from fp8calib.model.load import (
     ModelSource,
     build_skeleton,
+    find_longest,
     load_model,
     open_source,
 )
@@ -46,7 +47,7 @@ from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN
 from tests.zoo import draw
 
-__all__ = ["Role", "Site"]
+__all__ = ["Role", "Site", "find_longest"]
 
 SEQ_LEN = 20
 OBSERVE = Observe(weights=True)

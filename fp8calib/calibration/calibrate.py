@@ -130,7 +130,7 @@ class _Run:
 
                 tokens = find_distinct_tokens(todo)
                 streamed = stack.enter_context(
-                    open_streamed(prepared, checkpoint, tokens, job.mode, job.model.device)
+                    open_streamed(prepared, tokens, job.mode, job.model.device)
                 )
                 device = streamed.device
                 read = frozenset(name for part in streamed.parts for name in part.tensors)

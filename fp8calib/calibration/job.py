@@ -23,7 +23,6 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.stats_header import Observe, StatsHeader
 from fp8calib.data.sequences import Batch, DataPlan, Share, batches
 from fp8calib.errors import UsageError
-from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import Site
 
 _GPU_BATCH_TOKENS = 8192
@@ -144,21 +143,18 @@ class CalibrationJob:
         scratch = Path.cwd()
         if self.out is not None:
             scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
-        sharers = self.group.process_rank.local_size
         work = Workload(
             prepared=model.prepared,
-            checkpoint=model.checkpoint,
-            dtype=DTYPES[model.dtype],
             device=model.device,
             batches=self.group.share.take(self.batches),
             scratch=scratch,
-            sharers=sharers,
+            sharers=self.group.process_rank.local_size,
             extra=extra,
             least_read_bytes=model.checkpoint.total_size_bytes if observe.weights else 0,
             always_streams=self.why_streamed,
         )
-        limits = find_limits(model.device, model.memory, sharers=sharers)
-        return plan_halved(work, limits, 1 if self.asked_batch_size else self.batch_size)
+        work = find_limits(work, model.memory)
+        return plan_halved(work, 1 if self.asked_batch_size else self.batch_size)
 
     # --- work on each layer -----------------------------------------------------------------------
 

@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
@@ -42,8 +41,6 @@ class Workload:
 
     prepared: PreparedModel
     """The model, without weights, in the dtype that it computes in."""
-    checkpoint: Checkpoint
-    dtype: torch.dtype
     device: str
     batches: Sequence[Batch]
     scratch: Path
@@ -64,6 +61,14 @@ class Workload:
     """The plan tells at least so many bytes to read, where other tensors are read too."""
     always_streams: str = ""
     """Why the model is streamed even if it fits."""
+    host_bytes: int = 0
+    """The most that the process may hold, interpreter and libraries included (`find_limits`)."""
+    host_why: str = ""
+    """Where that limit comes from: `GIVEN` or "available"."""
+    process_bytes: int = 0
+    """What the process holds already."""
+    device_bytes: int | None = None
+    """Free memory of the GPU; None where the model runs on the CPU."""
 
     @property
     def config(self) -> Any:
@@ -140,64 +145,52 @@ class MemoryPlan:
             yield f"{size} of hidden states are stored in {self.scratch}"
 
 
-class Limits(NamedTuple):
-    """How much memory a run may use."""
-
-    host_bytes: int
-    """The most that the process may hold, interpreter and libraries included."""
-    host_why: str
-    """Where that limit comes from: `GIVEN` or "available"."""
-    process_bytes: int
-    """What the process holds already."""
-    device_bytes: int | None = None
-    """Free memory of the GPU; None where the model runs on the CPU."""
-
-
-def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> Limits:
+def find_limits(work: Workload, memory_gib: float | None) -> Workload:
     """Measure the available memory, and take the smaller of it and --memory.
 
     --memory is the limit of each process; `sharers` processes share the machine.
     """
     if memory_gib is not None:
         check_gib(memory_gib)
-    free = None if device == "cpu" else int(torch.cuda.mem_get_info(device)[0] * _OWN_SHARE)
+    free = None
+    if work.device != "cpu":
+        free = int(torch.cuda.mem_get_info(work.device)[0] * _OWN_SHARE)
     process = anonymous_bytes() or _UNKNOWN_PROCESS_BYTES
-    available = process + int(available_bytes() * _OWN_SHARE) // sharers
-    if memory_gib is not None and memory_gib * GIB <= available:
-        return Limits(int(memory_gib * GIB), GIVEN, process, free)
-    return Limits(available, "available", process, free)
+    most, why = process + int(available_bytes() * _OWN_SHARE) // work.sharers, "available"
+    if memory_gib is not None and memory_gib * GIB <= most:
+        most, why = int(memory_gib * GIB), GIVEN
+    return replace(work, host_bytes=most, host_why=why, process_bytes=process, device_bytes=free)
 
 
-def plan_memory(
-    work: Workload, limits: Limits, *, cannot_stream: UsageError | None = None
-) -> MemoryPlan:
+def plan_memory(work: Workload, *, cannot_stream: UsageError | None = None) -> MemoryPlan:
     """Hold the model whole where it fits, else plan to stream it."""
-    host, device = {"process": limits.process_bytes + _SLACK_BYTES}, whole_bytes(work)
-    room, where = limits.device_bytes, "free on the GPU"
+    host, device = {"process": work.process_bytes + _SLACK_BYTES}, whole_bytes(work)
+    room, where = work.device_bytes, "free on the GPU"
     if room is None:
         host, device = {**host, **device}, {}
-        room, where = limits.host_bytes, limits.host_why
+        room, where = work.host_bytes, work.host_why
     needed = sum((device or host).values())
     decimals = count_decimals(needed, room)
     numbers = f"{format_gib(needed, decimals)}, {format_gib(room, decimals)} are {where}"
-    if not work.checkpoint.has_weights:
+    checkpoint = work.prepared.weights.source
+    if not checkpoint.has_weights:
         numbers += "; there are no weights: sizes follow from config.json"
     if needed <= room and not work.always_streams:
         return MemoryPlan(
             num_layers=len(work.prepared.geometry.layers),
             why=f"the whole model is in memory: it needs {numbers}",
-            read_bytes=work.checkpoint.total_size_bytes,
+            read_bytes=checkpoint.total_size_bytes,
             peak=host,
-            limit_bytes=limits.host_bytes,
+            limit_bytes=work.host_bytes,
             device_peak=device,
         )
     if cannot_stream is not None:
         raise cannot_stream
     why = work.always_streams or f"streaming layer by layer: the model needs {numbers}"
-    return _plan_streamed(work, limits, why)
+    return _plan_streamed(work, why)
 
 
-def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
+def plan_halved(work: Workload, size: int) -> MemoryPlan:
     """Plan for batches of `size`, or for halves, quarters, ... of them if these fit better.
 
     They fit better if the larger ones do not fit, have to be streamed, or leave a GPU no room for a
@@ -205,27 +198,27 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
     size it is for: a run that is out of memory halves its batches. With `size` 1 none is halved.
     """
     if size == 1:
-        return plan_memory(work, limits)
+        return plan_memory(work)
     full = None
     with suppress(UsageError):
-        full = plan_memory(work, limits)
+        full = plan_memory(work)
         if not full.is_streamed:
             return full
     size //= 2
     halves = [half for batch in work.batches for half in cut_into(batch, size)]
-    smaller = plan_halved(replace(work, batches=halves), limits, size)
+    smaller = plan_halved(replace(work, batches=halves), size)
     if full is None or not smaller.is_streamed:
         return smaller
     mine, own = ((each.copies_ahead, each.hidden_gpu_bytes > 0) for each in (full, smaller))
     return smaller if own > mine else full
 
 
-def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
+def _plan_streamed(work: Workload, why: str) -> MemoryPlan:
     # a model in memory needs none of it
     from fp8calib.calibration.streamed_weights import PartLoader  # noqa: PLC0415
 
-    itemsize = work.dtype.itemsize
-    loader = PartLoader(work.prepared, work.checkpoint, device=work.device)
+    itemsize = work.prepared.model.dtype.itemsize
+    loader = PartLoader(work.prepared, device=work.device)
     layers, around = loader.layers(), loader.around_layers().placed
     embedding = len(find_distinct_tokens(work.batches)) * work.config.hidden_size * itemsize
     towers = 0  # they are dropped before the first layer is read
@@ -244,13 +237,13 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
             beside["head"] = above
         return {"embedding": embedding, "around the layers": around, **beside}
 
-    host = {"process": limits.process_bytes + _SLACK_BYTES}
+    host = {"process": work.process_bytes + _SLACK_BYTES}
     hidden, copies_ahead, on_gpu = hidden_bytes(work), False, 0
     stored, placed = [part.stored for part in layers], [part.placed for part in layers]
     # stored tensors are kept to restore weights that were changed
     kept = stored if work.changes_weights else [0] * len(layers)
     loading = [part.stored + part.step for part in layers]  # before a tensor is placed
-    if limits.device_bytes is None:
+    if work.device_bytes is None:
         loaded = [size + keep for size, keep in zip(placed, kept, strict=True)]
         loading += [size + part.step for size, part in zip(loaded, layers, strict=True)]
         # a layer computes while the next one is read
@@ -258,15 +251,15 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
         host |= device
     else:
         device = plan_device(peak_of_pairs(placed, placed))
-        copies_ahead = sum(device.values()) <= limits.device_bytes
+        copies_ahead = sum(device.values()) <= work.device_bytes
         if not copies_ahead:
             device = plan_device(max(placed))
-        elif sum(device.values()) + hidden <= limits.device_bytes:
+        elif sum(device.values()) + hidden <= work.device_bytes:
             device["hidden states"] = on_gpu = hidden
         host["layers"] = max(peak_of_pairs(kept, loading), towers)
-    _check_fits(host, device, limits)
+    _check_fits(host, device, work)
 
-    in_ram = min(hidden, limits.host_bytes - sum(host.values()))
+    in_ram = min(hidden, work.host_bytes - sum(host.values()))
     on_disk = 0 if on_gpu else hidden - in_ram
     require_free_space(work.scratch, on_disk * work.sharers)
     read = work.walks * (sum(stored) + head) + embedding + around
@@ -276,8 +269,8 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
         num_layers=len(layers),
         read_bytes=max(read, work.least_read_bytes),
         peak={**host, "hidden states": 0 if on_gpu else in_ram},
-        limit_bytes=limits.host_bytes,
-        device_peak={} if limits.device_bytes is None else device,
+        limit_bytes=work.host_bytes,
+        device_peak={} if work.device_bytes is None else device,
         scratch=work.scratch,
         scratch_bytes=on_disk,
         hidden_ram_bytes=in_ram,
@@ -291,10 +284,10 @@ def peak_of_pairs(left: Sequence[int], taken: Sequence[int]) -> int:
     return max(sum(pair) for pair in zip([0, *left], taken, strict=False))
 
 
-def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limits) -> None:
-    rooms = [(host, limits.host_bytes, "", limits.host_why)]
-    if limits.device_bytes is not None:
-        rooms.append((device, limits.device_bytes, " on the GPU", "free"))
+def _check_fits(host: Mapping[str, int], device: Mapping[str, int], work: Workload) -> None:
+    rooms = [(host, work.host_bytes, "", work.host_why)]
+    if work.device_bytes is not None:
+        rooms.append((device, work.device_bytes, " on the GPU", "free"))
     for parts, room, place, why in rooms:
         if (needed := sum(parts.values())) <= room:
             continue
@@ -317,7 +310,8 @@ def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limi
 
 def whole_bytes(work: Workload) -> dict[str, int]:
     """Compute the bytes of a run with the whole model in memory, by what needs them."""
-    model, itemsize, source = work.prepared.model, work.dtype.itemsize, work.prepared.weights
+    model, source = work.prepared.model, work.prepared.weights
+    itemsize = model.dtype.itemsize
     weights = sum(
         tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in (*model.parameters(), *model.buffers())
@@ -346,7 +340,8 @@ def working_bytes(work: Workload) -> dict[str, int]:
 
     A micro-batch counts inside the layer that needs most.
     """
-    config, geometry, itemsize = work.config, work.prepared.geometry, work.dtype.itemsize
+    config, geometry = work.config, work.prepared.geometry
+    itemsize = work.prepared.model.dtype.itemsize
     copies = _LIVE_COPIES * itemsize + 2 * _FLOAT32_BYTES
     if work.changes_inputs:
         copies += _LIVE_COPIES * _FLOAT32_BYTES
@@ -394,7 +389,7 @@ def hidden_bytes(work: Workload) -> int:
         tokens = batch.input_ids.numel()
         elements += tokens * (state + scores * batch.input_ids.shape[1]) * work.num_models
         elements += 0 if batch.media is None else tokens * int(config.hidden_size)
-    return elements * work.dtype.itemsize
+    return int(elements * work.prepared.model.dtype.itemsize)
 
 
 def _find_setting(config: Any, *names: str, otherwise: int = 0) -> int:

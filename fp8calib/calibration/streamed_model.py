@@ -31,7 +31,6 @@ from fp8calib.calibration.streamed_weights import (
     embeddings_by_row,
     set_tensor,
 )
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
 from fp8calib.model.geometry import Layer
@@ -230,11 +229,7 @@ class StreamedModel:
 
 @contextmanager
 def open_streamed(
-    prepared: PreparedModel,
-    checkpoint: Checkpoint,
-    tokens: torch.Tensor,
-    plan: MemoryPlan,
-    device: str,
+    prepared: PreparedModel, tokens: torch.Tensor, plan: MemoryPlan, device: str
 ) -> Iterator[StreamedModel]:
     """Prepare a model for streaming; it is built without weights.
 
@@ -242,7 +237,7 @@ def open_streamed(
     """
     keep_freed_memory()
     weights = prepared.weights
-    loader = PartLoader(prepared, checkpoint, device=device)
+    loader = PartLoader(prepared, device=device)
     _compute_buffers(prepared.model, loader)
     embeddings: dict[str, EmbeddingRows] = {}
     with ExitStack() as stack:

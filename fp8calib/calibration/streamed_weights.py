@@ -73,9 +73,9 @@ class ModelPart:
 class PartLoader:
     """Loads parts of a model that was built without weights, and drops them again."""
 
-    def __init__(self, prepared: PreparedModel, checkpoint: Checkpoint, *, device: str) -> None:
+    def __init__(self, prepared: PreparedModel, *, device: str) -> None:
         self.weights = prepared.weights
-        self.checkpoint = checkpoint
+        self.checkpoint = prepared.weights.source
         self.device = device
         self._geometry = prepared.geometry
         self._model = prepared.model

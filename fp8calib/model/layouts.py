@@ -58,53 +58,39 @@ A family's own name is not searched: KimiLinearAttention and RecurrentGemmaAtten
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
 
-def one_part(name: str, count: int, *, unit: int = 1, first: int = 0) -> Part:
-    """Describe a projection of `count` contiguous rows, or heads of `unit` rows."""
-    return Part(name=name, count=count, unit=unit, first=first, per_group=count)
-
-
 def gate_up_parts(out_features: int, *, interleaved: bool = False) -> tuple[Part, Part]:
     """Describe a fused gate/up weight: [gate; up], or gate and up row by row (gpt_oss)."""
     half = out_features // 2
-    if not interleaved:
-        return one_part("gate_proj", half), one_part("up_proj", half, first=half)
+    per_group, stride = (1, 2) if interleaved else (half, 0)
     gate, up = (
-        Part(name=name, count=half, unit=1, first=first, per_group=1, group_stride=2)
-        for name, first in (("gate_proj", 0), ("up_proj", 1))
+        Part(name=name, count=half, unit=1, first=first, per_group=per_group, group_stride=stride)
+        for name, first in (("gate_proj", 0), ("up_proj", per_group))
     )
     return gate, up
 
 
 def qkv_parts(config: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
     """Describe the rows of a fused q/k/v weight; empty if their order is not known."""
-    family, is_grouped = config.model_type, False
+    family = config.model_type
+    is_grouped = family in _INTERLEAVED_QKV
     if family == "falcon":
         is_grouped = config.new_decoder_architecture or not config.multi_query
     elif family == "gpt_bigcode":
         is_grouped = not config.multi_query
     elif family not in _CONTIGUOUS_QKV | _INTERLEAVED_QKV:
         return ()
-    num_q = num_heads // num_kv_heads
-    if is_grouped or family in _INTERLEAVED_QKV:
-        # [q heads; k; v] per KV head; with one q head per KV head it is GPT-NeoX's layout
-        grouped = (("q_proj", num_q, 0), ("k_proj", 1, num_q), ("v_proj", 1, num_q + 1))
-        return tuple(
-            Part(
-                name=name,
-                count=per_group * num_kv_heads,
-                unit=head_dim,
-                first=first * head_dim,
-                per_group=per_group,
-                group_stride=(num_q + 2) * head_dim,
-            )
-            for name, per_group, first in grouped
-        )
-    contiguous = (
-        ("q_proj", num_heads, 0),
-        ("k_proj", num_kv_heads, num_heads),
-        ("v_proj", num_kv_heads, num_heads + num_kv_heads),
-    )
+    # [q heads; k; v] per KV head; with one q head per KV head it is GPT-NeoX's layout
+    groups = num_kv_heads if is_grouped else 1
+    num_q, num_kv = num_heads // groups, num_kv_heads // groups
+    rows = (("q_proj", num_q, 0), ("k_proj", num_kv, num_q), ("v_proj", num_kv, num_q + num_kv))
     return tuple(
-        one_part(name, count, unit=head_dim, first=first * head_dim)
-        for name, count, first in contiguous
+        Part(
+            name=name,
+            count=per_group * groups,
+            unit=head_dim,
+            first=first * head_dim,
+            per_group=per_group,
+            group_stride=(num_q + 2 * num_kv) * head_dim if is_grouped else 0,
+        )
+        for name, per_group, first in rows
     )

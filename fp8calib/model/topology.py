@@ -26,7 +26,6 @@ from fp8calib.model.layouts import (
     MLP_SHARDS,
     PRESCALED_QUERY,
     gate_up_parts,
-    one_part,
     qkv_parts,
 )
 
@@ -306,7 +305,7 @@ class _Search:
     ) -> tuple[Section, str, Shard, tuple[Part, ...]]:
         """Give a linear's section, the path that its keys are relative to, its shard and parts."""
         suffix = name.rpartition(".")[2]
-        rows = (one_part(suffix, out_features),)
+        rows = (Part(name=suffix, count=out_features, unit=1, per_group=out_features),)
         if attention is not None and f"{path}.{name}".startswith(f"{attention.module}."):
             root = attention.module
             if suffix in FUSED_QKV and suffix not in ATTENTION_SHARDS:
@@ -324,7 +323,8 @@ class _Search:
             if shard == "column":
                 is_kv = suffix in {"k_proj", "v_proj"}
                 count = attention.num_kv_heads if is_kv else attention.num_heads
-                rows = (one_part(suffix, count, unit=out_features // count),)
+                size = out_features // count
+                rows = (Part(name=suffix, count=count, unit=size, per_group=count),)
             return "attention", root, shard, rows
         head, _, rest = name.partition(".")
         if suffix in MLP_SHARDS and "attn" not in head and "attention" not in head:
@@ -390,7 +390,7 @@ def _list_experts(path: str, name: str, module: nn.Module) -> Iterator[Linear]:
             in_features=intermediate if is_down else hidden,
             out_features=out_features,
             shard="row" if is_down else "column",
-            parts=(one_part(suffix, out_features),),
+            parts=(Part(name=suffix, count=out_features, unit=1, per_group=out_features),),
             num_experts=int(num_experts),
             expert_block=intermediate // blocks,
             weight_name=f"{path}.{name}.{'down_proj' if is_down else fused}",

@@ -360,8 +360,6 @@ def plan_verification(
         extra["attention in fp32"] = attending_bytes(torch.device(model.device), max(heads), length)
     work = Workload(
         prepared=model.prepared,
-        checkpoint=model.checkpoint,
-        dtype=DTYPES[model.dtype],
         device=model.device,
         batches=text,
         scratch=scratch,
@@ -373,10 +371,10 @@ def plan_verification(
         walks=walks,
         always_streams=always_streams,
     )
-    limits = find_limits(model.device, model.memory)
-    plan = plan_memory(work, limits, cannot_stream=cannot_stream)
+    work = find_limits(work, model.memory)
+    plan = plan_memory(work, cannot_stream=cannot_stream)
     is_text = all(batch.media is None for batch in text)
-    if not (may_share and is_text) or limits.device_bytes is None or plan.is_streamed:
+    if not (may_share and is_text) or work.device_bytes is None or plan.is_streamed:
         return plan
     # on a GPU
     from fp8calib.verification.emulation.shared_batch import can_share, repeat  # noqa: PLC0415
@@ -386,7 +384,7 @@ def plan_verification(
         return plan
     repeated = replace(work, batches=[repeat(batch, count) for batch in text])
     try:
-        shared = plan_memory(repeated, limits, cannot_stream=UsageError("one by one"))
+        shared = plan_memory(repeated, cannot_stream=UsageError("one by one"))
     except UsageError:
         return plan
     return replace(shared, models_in_a_batch=count)
@@ -413,7 +411,7 @@ def open_scored(
     from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
 
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
-    with open_streamed(model.prepared, model.checkpoint, tokens, mode, model.device) as streamed:
+    with open_streamed(model.prepared, tokens, mode, model.device) as streamed:
         yield streamed
 
 

@@ -13,7 +13,6 @@ import torch
 from fp8calib.calibration import memory_plan
 from fp8calib.calibration.memory_plan import (
     GIVEN,
-    Limits,
     MemoryPlan,
     Workload,
     find_limits,
@@ -60,8 +59,6 @@ def workload(folder: Path, scratch: Path, **changes: Any) -> Iterator[Workload]:
     with Checkpoint.open(folder) as checkpoint:
         yield Workload(
             prepared=prepare(build_skeleton(source, dtype=torch.float32), checkpoint),
-            checkpoint=checkpoint,
-            dtype=torch.float32,
             **{"device": "cpu", "batches": BATCHES, "scratch": scratch, **changes},
         )
 
@@ -72,8 +69,11 @@ def _work(folder: Path, tmp_path: Path) -> Iterator[Workload]:
         yield found
 
 
-def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Limits:
-    return Limits(
+def limit(
+    work: Workload, host: int, *, device: int | None = None, is_given: bool = True
+) -> Workload:
+    return replace(
+        work,
         host_bytes=host,
         host_why=GIVEN if is_given else "available",
         process_bytes=1000,
@@ -81,27 +81,30 @@ def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Li
     )
 
 
-def test_processes_of_one_machine_share_its_free_memory() -> None:
+def test_processes_of_one_machine_share_its_free_memory(work: Workload) -> None:
     """A tenth of 40 GiB is left to others; a process of unknown size counts half a GiB."""
     free = patch.multiple(memory_plan, available_bytes=lambda: 40 * GIB, anonymous_bytes=lambda: 0)
+    of_four = replace(work, sharers=4)
     with free:
-        assert find_limits("cpu", None).host_bytes == 36.5 * GIB
-        assert find_limits("cpu", None, sharers=4).host_bytes == 9.5 * GIB
-        assert find_limits("cpu", 3.0, sharers=4)[:2] == (3 * GIB, GIVEN)
+        assert find_limits(work, None).host_bytes == 36.5 * GIB
+        assert find_limits(of_four, None).host_bytes == 9.5 * GIB
+        given = find_limits(of_four, 3.0)
+    assert (given.host_bytes, given.host_why) == (3 * GIB, GIVEN)
 
 
-def stream(work: Workload, found: Limits) -> MemoryPlan:
-    device = "cpu" if found.device_bytes is None else "cuda:0"
-    return plan_memory(replace(work, device=device, always_streams="asked for by a test"), found)
+def stream(work: Workload, host: int, *, device: int | None = None) -> MemoryPlan:
+    name = "cpu" if device is None else "cuda:0"
+    work = replace(work, device=name, always_streams="asked for by a test")
+    return plan_memory(limit(work, host, device=device))
 
 
 def test_a_model_larger_than_the_limit_is_not_held_whole(work: Workload) -> None:
     large = replace(work, extra={"statistics": 2**30})
-    needed = sum(plan_memory(large, limits(2**34)).peak.values())
-    assert not plan_memory(large, limits(needed)).is_streamed
+    needed = sum(plan_memory(limit(large, 2**34)).peak.values())
+    assert not plan_memory(limit(large, needed)).is_streamed
     with pytest.raises(UsageError, match="as the caller says"):
-        plan_memory(large, limits(needed - 1), cannot_stream=UsageError("as the caller says"))
-    streamed = plan_memory(large, limits(needed - EMBEDDING))
+        plan_memory(limit(large, needed - 1), cannot_stream=UsageError("as the caller says"))
+    streamed = plan_memory(limit(large, needed - EMBEDDING))
     assert streamed.is_streamed
     assert streamed.why.startswith("streaming layer by layer: the model needs ")
 
@@ -109,17 +112,17 @@ def test_a_model_larger_than_the_limit_is_not_held_whole(work: Workload) -> None
 def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(work: Workload) -> None:
     ids = torch.arange(8 * 20).view(8, 20) % 60
     large = replace(work, batches=[Batch(input_ids=ids, lengths=(20,) * 8, first=0)])
-    of_two = sum(plan_memory(work, limits(2**30)).peak.values())  # those of BATCHES
+    of_two = sum(plan_memory(limit(work, 2**30)).peak.values())  # those of BATCHES
     with pytest.raises(UsageError, match="even layer by layer"):
-        plan_memory(large, limits(of_two))
-    planned = plan_halved(large, limits(of_two), 8)
+        plan_memory(limit(large, of_two))
+    planned = plan_halved(limit(large, of_two), 8)
     assert not planned.is_streamed
     assert sum(planned.peak.values()) == of_two
-    assert plan_halved(large, limits(2**30), 8) == plan_memory(large, limits(2**30))
+    assert plan_halved(limit(large, 2**30), 8) == plan_memory(limit(large, 2**30))
     streamed = replace(large, always_streams="asked for by a test")
-    assert plan_halved(streamed, limits(2**30), 8) == plan_memory(streamed, limits(2**30))
+    assert plan_halved(limit(streamed, 2**30), 8) == plan_memory(limit(streamed, 2**30))
     with pytest.raises(UsageError, match="even layer by layer"):
-        plan_halved(large, limits(100), 8)
+        plan_halved(limit(large, 100), 8)
 
 
 def test_experts_that_are_joined_are_in_memory_twice_while_they_load(tmp_path: Path) -> None:
@@ -133,19 +136,19 @@ def test_experts_that_are_joined_are_in_memory_twice_while_they_load(tmp_path: P
 
 def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload) -> None:
     with pytest.raises(UsageError, match="even layer by layer") as caught:
-        stream(work, limits(50 * 2**20))
+        stream(work, 50 * 2**20)
     named = caught.value.hint.split("use --memory ")[1].split(" ")[0]
-    found = limits(int(float(named) * 2**30))
-    assert stream(work, found).is_streamed
+    smallest = int(float(named) * 2**30)
+    assert stream(work, smallest).is_streamed
     with pytest.raises(UsageError):
-        stream(work, limits(found.host_bytes - 2**26))
+        stream(work, smallest - 2**26)
 
 
 def test_a_gpu_holds_two_layers_and_the_hidden_states_where_they_fit(work: Workload) -> None:
     """Else the hidden states are on the host, and then one layer alone is on the GPU."""
     device, seen = 2**30, []
     for copies_ahead, on_gpu in ((True, STATES), (True, 0), (False, 0)):
-        plan = stream(work, limits(2**30, device=device))
+        plan = stream(work, 2**30, device=device)
         assert plan.is_streamed
         assert (plan.copies_ahead, plan.hidden_gpu_bytes) == (
             copies_ahead,
@@ -163,9 +166,9 @@ def test_a_gpu_holds_two_layers_and_the_hidden_states_where_they_fit(work: Workl
     needed = seen[-1]
     assert seen == [needed + LAYER + STATES, needed + LAYER, needed]
     with pytest.raises(UsageError, match="on the GPU"):
-        stream(work, limits(2**30, device=needed - 1))
+        stream(work, 2**30, device=needed - 1)
     with pytest.raises(UsageError, match="on the GPU"):
-        stream(work, limits(2**30, device=LAYER))
+        stream(work, 2**30, device=LAYER)
 
 
 def test_smaller_batches_are_planned_where_a_gpu_then_has_room_for_two_layers(
@@ -178,11 +181,11 @@ def test_smaller_batches_are_planned_where_a_gpu_then_has_room_for_two_layers(
         device="cuda:0",
         always_streams="asked for by a test",
     )
-    whole = plan_halved(large, limits(2**30, device=2**30), 8)
-    assert whole == plan_memory(large, limits(2**30, device=2**30))
-    room = limits(2**30, device=sum(whole.device_peak.values()) - 1)
-    kept = plan_memory(large, room)
-    smaller = plan_halved(large, room, 8)
+    whole = plan_halved(limit(large, 2**30, device=2**30), 8)
+    assert whole == plan_memory(limit(large, 2**30, device=2**30))
+    large = limit(large, 2**30, device=sum(whole.device_peak.values()) - 1)
+    kept = plan_memory(large)
+    smaller = plan_halved(large, 8)
     assert kept.hidden_gpu_bytes == 0 < smaller.hidden_gpu_bytes
     assert smaller.device_peak["micro-batch"] < kept.device_peak["micro-batch"]
 
@@ -192,7 +195,7 @@ def test_the_host_keeps_what_restores_changed_weights_beside_the_next_layer(
 ) -> None:
     """A cast layer takes its result too, until it is on the GPU."""
     changing = replace(work, changes_weights=True)
-    assert stream(changing, limits(2**30, device=2**30)).peak["layers"] == 2 * LAYER
+    assert stream(changing, 2**30, device=2**30).peak["layers"] == 2 * LAYER
     assert peak_of_pairs([5, 6], [7, 8]) == 5 + 8
     assert peak_of_pairs([0, 0], [9, 7]) == 9
 
@@ -200,11 +203,11 @@ def test_the_host_keeps_what_restores_changed_weights_beside_the_next_layer(
 def test_a_full_disk_is_refused_before_the_run(
     work: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare = sum(stream(work, limits(2**30)).peak.values()) - STATES
+    bare = sum(stream(work, 2**30).peak.values()) - STATES
     usage = type("Usage", (), {"free": STATES - 1})()
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(ExportError, match="are needed and"):
-        stream(work, limits(bare))
+        stream(work, bare)
 
 
 FURTHER = [f"further-{name}" for name in sorted(families.FAMILIES)]

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -218,8 +219,12 @@ def test_candidates_share_a_batch_where_memory_allows(tmp_path: Path, rows: Path
         assert both.json["hashes"] == cpu.json["hashes"]  # on a GPU beside the passes
         assert "2 of the candidates share each batch: their figures differ by rounding" in both.err
         room = both.json["memory"]["device_peak_bytes"] - 1
-        limits = memory_plan.find_limits("cuda", None)._replace(device_bytes=room)
-        with mock.patch("fp8calib.verification.verify.find_limits", return_value=limits):
+        find = memory_plan.find_limits
+
+        def find_less(work: memory_plan.Workload, given: float | None) -> memory_plan.Workload:
+            return replace(find(work, given), device_bytes=room)
+
+        with mock.patch("fp8calib.verification.verify.find_limits", find_less):
             alone = succeed(*command, "--device", "cuda", "--json")
     assert alone.json["memory"]["models_in_a_batch"] is None
     assert not alone.json["memory"]["streamed"]

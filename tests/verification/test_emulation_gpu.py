@@ -153,7 +153,7 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                 if subject.mode.is_streamed:
                     tokens = find_distinct_tokens(text)
                     model = open_streamed(
-                        *(subject.prepared, subject.checkpoint, tokens, subject.mode),
+                        *(subject.prepared, tokens, subject.mode),
                         subject.device,
                     )
                 with model as run, WorkCounter(torch.device("cuda")) as counter:

@@ -95,7 +95,7 @@ def compare(
             return score(prepared, named, todo, looking, progress=progress), looking
         mode = MemoryPlan(is_streamed=True, hidden_ram_bytes=ram_bytes, scratch=folder.parent)
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
-        with open_streamed(prepared, checkpoint, tokens, mode, "cpu") as opened:
+        with open_streamed(prepared, tokens, mode, "cpu") as opened:
             found = score(opened, named, todo, looking, progress=progress)
         assert sum(told) == plan.num_tokens * (len(emulations) + 1)
         return found, looking
