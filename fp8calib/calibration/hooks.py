@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,30 +22,12 @@ from transformers.modeling_utils import AttentionInterface
 from fp8calib.errors import CalibrationError
 from fp8calib.model.geometry import Attention, Linear, ModelGeometry
 
+Attend = Callable[..., Any]
+"""Runs attention in place of the model's function, and returns what that returns.
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """One call of the attention function of a layer."""
-
-    function: Callable[..., Any]
-    """The model's own."""
-    module: nn.Module
-    query: torch.Tensor
-    """[B, H, S, D]; K and V have KV heads instead."""
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    options: Mapping[str, Any]
-    """By keyword: `scaling`, `softcap`, `s_aux` and others."""
-
-    def run(self) -> Any:
-        """Call the model's function: the output [B, S, H, D], and weights or None."""
-        tensors = (self.query, self.key, self.value, self.mask)
-        return self.function(self.module, *tensors, **self.options)
-
-
-Attend = Callable[[Attention, AttentionCall], Any]
-"""Runs attention in place of the model's function; returns what that returns."""
+It receives the attention, the function, and what the function would: its module, q [B, H, S, D],
+K and V with KV heads instead, the mask or None, and further options as one mapping.
+"""
 
 
 class TensorHooks(Protocol):
@@ -169,8 +150,7 @@ def open_hooks(
             query = hooks.on_query(attention, query)
         if attention is None or attend is None:
             return function(module, query, key, value, attention_mask, **kwargs)
-        call = AttentionCall(function, module, query, key, value, attention_mask, kwargs)
-        return attend(attention, call)
+        return attend(attention, function, module, query, key, value, attention_mask, kwargs)
 
     def run_experts(
         function: Callable[..., Any],

@@ -16,16 +16,8 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from fp8calib.data.modality import Modality
+from fp8calib.data.modality import MEDIA, Modality
 from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line, shorten
-
-MEDIA = (Modality.IMAGE, Modality.AUDIO)
-MEDIA_COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
-"""The columns beside a conversation or text that hold media, by their names."""
-MARKS = {kind: f"<{kind}>" for kind in MEDIA}
-"""Where a medium of a column stands in plain text."""
-VIDEO_COLUMNS = ("video", "videos")
-"""Columns that are refused where they hold something."""
 
 MAX_SAMPLES = 2**28
 """The longest sound at the rate of the model: hours."""

@@ -19,6 +19,13 @@ class Modality(StrEnum):
 
 MODALITIES = tuple(Modality)
 """In the order of their codes in tensors."""
+MEDIA = (Modality.IMAGE, Modality.AUDIO)
+MEDIA_COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
+"""The columns beside a conversation or text that hold media, by their names."""
+MARKS = {kind: f"<{kind}>" for kind in MEDIA}
+"""Where a medium of a column stands in plain text."""
+VIDEO_COLUMNS = ("video", "videos")
+"""Columns that are refused where they hold something."""
 
 
 def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:

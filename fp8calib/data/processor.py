@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.data.media import MEDIA, Medium, load_audio, load_image
-from fp8calib.data.modality import MODALITIES, Modality, find_placeholders
+from fp8calib.data.media import Medium, load_audio, load_image
+from fp8calib.data.modality import MEDIA, MODALITIES, Modality, find_placeholders
 from fp8calib.data.rows import ContentPart, Message, Row, has_chat_template
 from fp8calib.errors import DataError, UsageError, first_line
 

@@ -8,25 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fp8calib.data.media import (
-    MARKS,
-    MEDIA,
-    MEDIA_COLUMNS,
-    VIDEO_COLUMNS,
-    Medium,
-    parse_media_part,
-    refuse_video,
-)
-from fp8calib.data.modality import Modality
+from fp8calib.data.modality import MARKS, MEDIA, MEDIA_COLUMNS, VIDEO_COLUMNS, Modality
 from fp8calib.errors import DataError, shorten
+
+if TYPE_CHECKING:  # text needs none of it
+    from fp8calib.data.media import Medium
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` and any other keys of the row's message.
 
 The content is text; in a row with media it is a list of texts and media."""
-ContentPart = str | Medium | Modality
+ContentPart: TypeAlias = "str | Medium | Modality"
 """A part of a content; a modality is a place for a medium of a column."""
 
 FORMS = (
@@ -89,8 +83,9 @@ class Row:
     @property
     def media(self) -> tuple[Medium, ...]:
         """The images and sounds of its messages, in order."""
-        parts = (part for message in self.messages or () for part in message["content"])
-        return tuple(part for part in parts if isinstance(part, Medium))
+        contents = (message["content"] for message in self.messages or ())
+        lists = (content for content in contents if isinstance(content, list))
+        return tuple(part for parts in lists for part in parts if not isinstance(part, str))
 
 
 ReadRow = Row | DataError
@@ -148,7 +143,11 @@ def parse_row(
             parsed = _parse_question(row, question, answer, origin)
         case _:
             raise DataError(f"{origin}: no usable field; {_list_keys(row)}", hint=_ROW_HINT)
-    return _place_media(parsed, {} if text_column is not None else _find_media(row, origin, folder))
+    names = (*VIDEO_COLUMNS, *MEDIA_COLUMNS) if text_column is None else ()
+    has_columns = any(row.get(name) is not None for name in names)
+    media = _find_media(row, origin, folder) if has_columns else {}
+    has_places = any(isinstance(message["content"], list) for message in parsed.messages or ())
+    return _place_media(parsed, media) if media or has_places else parsed
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -304,6 +303,9 @@ def _parse_message(value: object, where: str, folder: Path) -> Message:
 def _parse_content(value: object, where: str, folder: Path) -> str | list[ContentPart]:
     if isinstance(value, str):
         return require_unicode(value, where)
+    # most contents are text
+    from fp8calib.data.media import parse_media_part  # noqa: PLC0415
+
     parts: list[ContentPart] = []
     for index, part in enumerate(_expect(value, list, where, "text or a list of parts")):
         place, fields = f"{where}[{index}]", part if isinstance(part, dict) else {}
@@ -323,6 +325,9 @@ def _parse_content(value: object, where: str, folder: Path) -> str | list[Conten
 
 def _find_media(row: Mapping[str, Any], origin: str, folder: Path) -> dict[Modality, list[Medium]]:
     """Find the media in columns, by their kind."""
+    # most rows are text
+    from fp8calib.data.media import Medium, parse_media_part, refuse_video  # noqa: PLC0415
+
     media: dict[Modality, list[Medium]] = {}
     for name in (*VIDEO_COLUMNS, *MEDIA_COLUMNS):
         content = row.get(name)
@@ -352,15 +357,13 @@ def _find_media(row: Mapping[str, Any], origin: str, folder: Path) -> dict[Modal
 def _place_media(row: Row, media: Mapping[Modality, list[Medium]]) -> Row:
     """Put the media of columns where a row has marks or empty parts; else before its first text."""
     messages = row.messages
-    if media and messages is None:
+    if messages is None:
         if row.text is None:
             raise DataError(
                 f"{row.origin}: input_ids stand beside {next(iter(media))}s",
                 hint="give text or messages: the model's processor makes the token ids",
             )
         messages = ({"role": "user", "content": row.text},)
-    if messages is None or not (media or any(isinstance(m["content"], list) for m in messages)):
-        return row
     contents = [list(_split_content(message["content"], media)) for message in messages]
     first = next((index for index, m in enumerate(messages) if m["role"] == "user"), 0)
     for kind in reversed(MEDIA):  # each is put before those that were put first

@@ -8,14 +8,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.engines.arithmetic import read_numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.probabilities import attend_in_fp32
+from fp8calib.verification.emulation.probabilities import AttentionCall, attend_in_fp32
 from tests.kit.gpu_inputs import (
     ATTENTION_SCALES,
     DTYPES,

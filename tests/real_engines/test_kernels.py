@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E4M3FN
@@ -15,7 +14,7 @@ from fp8calib.plugins.kv_types import round_trips
 from fp8calib.plugins.kv_types.round_trips import hadamard
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.probabilities import attend_in_fp32
+from fp8calib.verification.emulation.probabilities import AttentionCall, attend_in_fp32
 from tests.plugins.kv_types.by_hand import draw_vectors
 from tests.real_engines.package import open_release
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.hooks import AttentionCall, HookedCache, open_hooks
+from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.engines.registry import ENGINES, find_emulated
 from fp8calib.model.geometry import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
@@ -23,6 +23,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer, add_damage
 from fp8calib.verification.emulation.probabilities import (
+    AttentionCall,
     attend_in_fp32,
     attending_bytes,
 )
@@ -213,7 +214,8 @@ def test_the_attention_of_every_family_is_reproduced(subject: Subject, batch: An
     decoder, seen = Decoder(subject.model), set()
     hooks = EmulationHooks(Candidate())
 
-    def attend(attention: Any, call: AttentionCall) -> Any:
+    def attend(attention: Any, *given: Any) -> Any:
+        call = AttentionCall(*given)
         seen.add(attention.module)
         return attend_in_fp32(call, None, None)[0], None
 

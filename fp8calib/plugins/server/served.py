@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.model.geometry import Attention, Role
 from fp8calib.plugins.server.result import ServedResult
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks
+from fp8calib.verification.emulation.probabilities import AttentionCall
 from fp8calib.verification.score import Scores
 from fp8calib.verification.summary import average, compare_paired
 from fp8calib.verification.tables import describe_pair

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.hooks import AttentionCall, HookedCache, open_hooks
+from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.kernel_trial import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.geometry import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
@@ -36,6 +36,7 @@ from fp8calib.verification.emulation.fake_quantize import (
     sum_damage,
 )
 from fp8calib.verification.emulation.probabilities import (
+    AttentionCall,
     attend_in_fp32,
     has_probability_kernel,
     is_reproduced,
@@ -332,13 +333,17 @@ def open_emulation_hooks(
             has_emulation_kernel(device)
         if Role.P in hooks.roles:
             has_probability_kernel(device)
+
+    def attend(attention: Attention, *call: Any) -> Any:
+        return hooks.attend(attention, AttentionCall(*call))
+
     return open_hooks(
         model,
         geometry,
         hooks,
         query=hooks.attends or Role.Q in hooks.roles,
         inputs=Role.INPUT in hooks.roles,
-        attend=hooks.attend if hooks.attends else None,
+        attend=attend if hooks.attends else None,
     )
 
 

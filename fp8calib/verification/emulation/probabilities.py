@@ -10,12 +10,14 @@ in none but the first one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+from torch import nn
 
-from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.numerics.cast import round_positive_
 from fp8calib.numerics.formats import E4M3FN
@@ -50,6 +52,27 @@ Softened = tuple[torch.Tensor, torch.Tensor, DamageRow | None]
 damage to the queries that are measured, if there are any."""
 _Chunk = tuple[int, slice, slice, slice]
 """A sequence, and some of its heads, queries and keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of the attention function of a layer."""
+
+    function: Callable[..., Any]
+    """The model's own."""
+    module: nn.Module
+    query: torch.Tensor
+    """[B, H, S, D]; K and V have KV heads instead."""
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: Mapping[str, Any]
+    """By keyword: `scaling`, `softcap`, `s_aux` and others."""
+
+    def run(self) -> Any:
+        """Call the model's function: the output [B, S, H, D], and weights or None."""
+        tensors = (self.query, self.key, self.value, self.mask)
+        return self.function(self.module, *tensors, **self.options)
 
 
 def attend_in_fp32(
