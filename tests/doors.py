@@ -18,7 +18,6 @@ from fp8calib.calibration.calibration_stats import (
     RunStats,
     SiteStats,
     merge_shards,
-    name_tensors,
     save_stats,
 )
 from fp8calib.calibration.hooks import HookedCache
@@ -219,7 +218,9 @@ def join_shards(shards: Sequence[RunStats]) -> RunStats:
 def list_tensors(stats: RunStats) -> dict[str, torch.Tensor]:
     """List the tensors of statistics as `SITE/NAME`; counts of tokens too."""
     named = {f"{site}/count": torch.tensor(seen.count) for site, seen in stats.sites.items()}
-    return named | dict(name_tensors(stats.sites))
+    for site, seen in stats.sites.items():
+        named |= {f"{site}/{name}": tensor for name, tensor in seen.tensors.items()}
+    return named
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -97,13 +97,6 @@ def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteSta
     return merged
 
 
-def name_tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name the tensors of sites as stats files do: `<site>/<name>`."""
-    for site, stats in sites.items():
-        for name, tensor in stats.tensors.items():
-            yield f"{site}/{name}", tensor
-
-
 SHARD_KEY = "fp8calib.part"
 """The metadata key of a shard; the file of a whole run does not have it."""
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
@@ -184,7 +177,8 @@ def save_stats(stats: RunStats, path: Path) -> None:
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     sites = {site: stats.sites[site] for site in sorted(stats.sites)}
-    for key, stored in name_tensors(sites):
+    named = {f"{site}/{name}": x for site in sites for name, x in sites[site].tensors.items()}
+    for key, stored in named.items():
         tensor = stored.contiguous()
         identity = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
         if (first := seen.setdefault(identity, key)) == key:

@@ -25,13 +25,8 @@ from fp8calib.data.sequences import Batch, DataPlan, Share, batches
 from fp8calib.errors import UsageError
 from fp8calib.model.geometry import Site
 
-_GPU_BATCH_TOKENS = 8192
+GPU_BATCH_TOKENS = 8192
 """About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""
-
-
-def choose_batch_size(device: str, seq_len: int) -> int:
-    """Choose how many sequences a batch has where the user does not."""
-    return 1 if device == "cpu" else max(1, _GPU_BATCH_TOKENS // seq_len)
 
 
 ObserveText = Callable[
@@ -101,9 +96,9 @@ class CalibrationJob:
         """The sequences of a batch; an engine runs them one by one."""
         if self.asked_batch_size is not None:
             return self.asked_batch_size
-        if self.plan is None or self.engine:
+        if self.plan is None or self.engine or self.model.device == "cpu":
             return 1
-        return choose_batch_size(self.model.device, self.plan.seq_len)
+        return max(1, GPU_BATCH_TOKENS // self.plan.seq_len)
 
     @cached_property
     def batches(self) -> list[Batch]:

@@ -20,7 +20,6 @@ from safetensors.torch import save
 from torch import nn
 
 from fp8calib.calibration.batch_view import BatchView
-from fp8calib.calibration.calibration_stats import name_tensors
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import observe_expert_input, observe_input, reduce_tokens
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
@@ -394,7 +393,11 @@ def _collect(observations: Sequence[_Observation]) -> bytes:
         "faults": json.dumps(faults),
         "nonfinite": "".join(bad[:1]),
     }
-    tensors = {key: tensor.contiguous() for key, tensor in name_tensors(found)}
+    tensors = {
+        f"{site}/{name}": tensor.contiguous()
+        for site, stats in found.items()
+        for name, tensor in stats.tensors.items()
+    }
     saved: bytes = save(tensors, metadata)
     return saved
 

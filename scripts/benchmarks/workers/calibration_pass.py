@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats
-from fp8calib.calibration.job import CalibrationJob, choose_batch_size
+from fp8calib.calibration.job import GPU_BATCH_TOKENS, CalibrationJob
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
@@ -69,7 +69,8 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
     sequences = load_batches(tokens, device)
     plan = _plan_tokens(tokens, sequences, model)
-    size = recipe.data.batch_size or choose_batch_size(device, plan.seq_len)
+    chosen = 1 if device == "cpu" else max(1, GPU_BATCH_TOKENS // plan.seq_len)
+    size = recipe.data.batch_size or chosen
     with Checkpoint.open(Path(folder)) as checkpoint:
         ready = prepare(model, checkpoint, recipe.observe.ignore)
         loaded = RunModel(

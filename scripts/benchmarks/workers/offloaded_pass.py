@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8calib.calibration.job import choose_batch_size
+from fp8calib.calibration.job import GPU_BATCH_TOKENS
 from scripts.benchmarks.workers.streamed_pass import limit_memory
 from scripts.benchmarks.workers.timing import load_batches, run_plain
 
@@ -32,7 +32,7 @@ def main(model: str, tokens: str, dtype: str, device: str, gigabytes: float) -> 
     at = "cpu" if device == "cpu" else torch.device(device).index or 0
     room[at] = int(gigabytes * 1e9 * WEIGHTS_SHARE)
     batches = load_batches(Path(tokens), "cpu")
-    size = choose_batch_size(device, batches[0].shape[1])
+    size = 1 if device == "cpu" else max(1, GPU_BATCH_TOKENS // batches[0].shape[1])
     batches = load_batches(Path(tokens), device, size)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
