@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Literal, Self
 
-from pydantic import (
-    Field,
-    GetJsonSchemaHandler,
-    NonNegativeInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, NonNegativeInt, model_validator
 
 from fp8calib.calibration.origin import explain_difference
 from fp8calib.data.modality import Modality
@@ -81,16 +73,17 @@ class StatsHeader(Frozen):
     """The stride of the tokens of these sequences in histograms of inputs."""
     skipped: tuple[Skipped, ...]
     versions: dict[str, str]
-    unquantized: dict[str, str] = Field(default_factory=dict)
+    # what older files do not have is left out where it is empty, so that their digest is the same
+    unquantized: dict[str, str] = Field(default_factory=dict, exclude_if=not_)
     """Hashes of norms and embeddings (`unquantized_tensors`); empty in the files of versions that
     did not record them."""
-    measured_quantized: str = ""
+    measured_quantized: str = Field(default="", exclude_if=not_)
     """How the weights of the measured model were quantized; empty for an unquantized model."""
-    engine: str = ""
+    engine: str = Field(default="", exclude_if=not_)
     """The engine that ran the text, its version and parallelism; empty for transformers."""
-    text_start: str = ""
+    text_start: str = Field(default="", exclude_if=not_)
     """Hash of the first tokens of the text (`DataPlan.start`)."""
-    modality_tokens: dict[Modality, NonNegativeInt] = Field(default_factory=dict)
+    modality_tokens: dict[Modality, NonNegativeInt] = Field(default_factory=dict, exclude_if=not_)
     """The tokens of each modality; empty for a run of text."""
 
     def describe_tokens(self) -> str:
@@ -132,20 +125,6 @@ class StatsHeader(Frozen):
             "histogram_sequences": str(self.histogram_sequences),
             "input_histogram_tokens": str(self.input_histogram_tokens),
         }
-
-    @model_serializer(mode="wrap")
-    def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out what older files do not have, so that their digest stays the same."""
-        fields: dict[str, object] = handler(self)
-        added = ("unquantized", "measured_quantized", "engine", "text_start", "modality_tokens")
-        return {key: value for key, value in fields.items() if value or key not in added}
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Describe all fields, although the serializer leaves out empty ones."""
-        return handler({key: value for key, value in schema.items() if key != "serialization"})
 
 
 class StatsShard(Frozen):
