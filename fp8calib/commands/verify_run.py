@@ -274,12 +274,12 @@ def open_verification(
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
         numerics=numerics,
         fmt=fmt,
+        plain_caches=request.kv_cache_dtype_skip_layers or (),
     )
-    plain_caches = request.kv_cache_dtype_skip_layers or ()
     # they compare scales of the KV cache
     rules = [] if scheme else list(dict.fromkeys(map(parse_rule, request.rules or ())))
     scales = _list_scales(request.scales)
-    opened, candidates, refused = make_candidates(target, scales, scheme, plain_caches)
+    opened, candidates, refused = make_candidates(target, scales, scheme)
     plan = read_text()
     unusable, loading = judge_loading(engine, model, opened, scheme)
     tiles = []
@@ -302,7 +302,7 @@ def open_verification(
         engine_version=engine.release,
         dtype=model.dtype,
         device=model.device,
-        rules=make_rules(target, rules, opened, plain_caches),
+        rules=make_rules(target, rules, opened),
         opened=tuple(opened),
         fmt=fmt,
         gate=None if request.gate is None else load_gate(request.gate),

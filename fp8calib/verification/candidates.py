@@ -40,6 +40,8 @@ class Target:
     numerics: Numerics
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
+    plain_caches: Collection[int] = ()
+    """The layers whose KV cache stays in 16 bits, as an engine's option says."""
 
 
 def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> None:
@@ -103,13 +105,12 @@ def list_defaulted(table: ScaleTable) -> list[int]:
     ]
 
 
-def fit_to_model(
-    candidate: Candidate, geometry: ModelGeometry, plain_caches: Collection[int] = ()
-) -> Candidate:
-    """Leave the KV cache of some layers in 16 bits, as an engine's option does.
+def fit_to_model(candidate: Candidate, target: Target) -> Candidate:
+    """Leave the KV cache of the target's plain layers in 16 bits.
 
     Refuse a candidate that quantizes nothing, or whose sites the model lacks.
     """
+    geometry, plain_caches = target.prepared.geometry, target.plain_caches
     known = {layer.index: attention for layer, attention in geometry.attentions()}
     modules = {attention.module for attention in known.values()}
     modules |= {linear.module for _, linear in geometry.linears()}

@@ -93,7 +93,7 @@ def emulate(
             numerics=numerics,
             fmt=FP8_FORMATS[fp8_dtype],
         )
-        made = fit_to_model(_make_candidate(candidate, target), prepared.geometry)
+        made = fit_to_model(_make_candidate(candidate, target), target)
         if made.weights:
             checkpoint.hold()
         for note in made.notes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,12 +66,12 @@ def require_head(model: RunModel) -> None:
 
 
 def make_candidates(
-    target: Target, scales: Iterable[Scales], scheme: str | None, plain_caches: Collection[int]
+    target: Target, scales: Iterable[Scales], scheme: str | None
 ) -> tuple[list[Candidate], list[Candidate], tuple[RefusedCandidate, ...]]:
     """Read and make candidates; some may be refused.
 
-    Statistics are for the weights and inputs of `scheme`, or for the KV cache, which stays in 16
-    bits in the layers of `plain_caches`. If no candidate is left, the fault of the first is raised.
+    Statistics are for the weights and inputs of `scheme`, or for the KV cache. If no candidate is
+    left, the fault of the first is raised.
 
     Returns:
         Those of `scales`; those, a scheme without statistics, and scale 1.0; what is refused.
@@ -94,17 +94,17 @@ def make_candidates(
                     f"{target.fmt.name}",
                     hint=f"use --fp8-dtype {table.fmt.name}",
                 )
-            opened.append(fit_to_model(made, target.prepared.geometry, plain_caches))
+            opened.append(fit_to_model(made, target))
         except (ModelError, VerificationError) as error:
             faults[name] = error
     if faults and not opened:
         raise next(iter(faults.values()))
     if scheme is not None and not opened:
         made = build_scheme(scheme, scheme, target)
-        others.append(fit_to_model(made, target.prepared.geometry, plain_caches))
+        others.append(fit_to_model(made, target))
     table = make_unscaled_table(target.prepared.geometry, target.fmt)
     made = build_kv_candidate(SCALE_ONE, table, target.numerics)
-    others.append(fit_to_model(made, target.prepared.geometry, plain_caches))
+    others.append(fit_to_model(made, target))
     refused = (
         RefusedCandidate(name=name, why=error.message, hint=error.hint)
         for name, error in faults.items()
@@ -113,10 +113,7 @@ def make_candidates(
 
 
 def make_rules(
-    target: Target,
-    rules: Iterable[Rule],
-    opened: Sequence[Candidate],
-    plain_caches: Collection[int],
+    target: Target, rules: Iterable[Rule], opened: Sequence[Candidate]
 ) -> Mapping[str, Candidate]:
     """Make a candidate for each rule, from the first statistics."""
     first = next((each for each in opened if each.stats is not None), None)
@@ -131,7 +128,7 @@ def make_rules(
         own = ScaleRules(rule=rule)
         table = compute_kv_scales(first.stats, target.fmt, rules=own, query=has_query)
         made = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
-        found[str(rule)] = fit_to_model(made, target.prepared.geometry, plain_caches)
+        found[str(rule)] = fit_to_model(made, target)
     return found
 
 
