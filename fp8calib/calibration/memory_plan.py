@@ -172,7 +172,7 @@ def plan_memory(work: Workload, *, cannot_stream: UsageError | None = None) -> M
     needed = sum((device or host).values())
     decimals = count_decimals(needed, room)
     numbers = f"{format_gib(needed, decimals)}, {format_gib(room, decimals)} are {where}"
-    checkpoint = work.prepared.weights.source
+    checkpoint = work.prepared.checkpoint
     if not checkpoint.has_weights:
         numbers += "; there are no weights: sizes follow from config.json"
     if needed <= room and not work.always_streams:

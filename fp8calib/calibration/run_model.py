@@ -44,7 +44,7 @@ class RunModel:
             device_map=self.device_map,
             checkpoint=self.checkpoint,
         )
-        return replace(self.prepared, weights=WeightSource(model, self.checkpoint))
+        return replace(self.prepared, model=model, weights=WeightSource(model, self.checkpoint))
 
     def describe(self, engine: str = "") -> str:
         """Describe how it computes, on its device or in an engine."""

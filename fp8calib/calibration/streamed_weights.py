@@ -75,7 +75,7 @@ class PartLoader:
 
     def __init__(self, prepared: PreparedModel, *, device: str) -> None:
         self.weights = prepared.weights
-        self.checkpoint = prepared.weights.source
+        self.checkpoint = prepared.checkpoint
         self.device = device
         self._geometry = prepared.geometry
         self._model = prepared.model

@@ -30,6 +30,8 @@ from fp8calib.model.weight_source import WeightSource, group_parts
 class PreparedModel:
     """A model, with or without weights, and the source of its weights."""
 
+    model: PreTrainedModel
+    checkpoint: Checkpoint
     geometry: ModelGeometry
     unobserved: Mapping[str, str]
     """The modules whose weights no hook can observe, with the reason."""
@@ -41,11 +43,6 @@ class PreparedModel:
     paths of `weights.unused`, and buffers that models now compute, are left out."""
     absent: tuple[str, ...] = ()
     """The parameters that no tensor fills, which are outside the text decoder; as `leftovers`."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model itself."""
-        return self.weights.model
 
 
 def prepare(
@@ -70,6 +67,8 @@ def prepare(
     names = [attention.module for _, attention in geometry.attentions()]
     names += dict.fromkeys(linear.runner for _, linear in geometry.linears())
     return PreparedModel(
+        model=model,
+        checkpoint=checkpoint,
         geometry=geometry,
         unobserved=unobserved,
         weights=weights,

@@ -50,7 +50,7 @@ def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> 
     A model in memory may have another config and dtype than its files. Without weights, in a dry
     run, there is nothing to compare.
     """
-    checkpoint = target.prepared.weights.source
+    checkpoint = target.prepared.checkpoint
     if origin is None or origin.model == target.fingerprint or not checkpoint.has_weights:
         return
     # most scales are of the very files
@@ -169,7 +169,7 @@ def build_scheme(
         )
     emulation = emulate_planned(
         make_settings(scheme, ignore=ignore),
-        find_selection(prepared.weights.source, ignore=ignore),
+        find_selection(prepared.checkpoint, ignore=ignore),
         prepared.geometry,
         prepared.weights,
         target.numerics,

@@ -34,8 +34,8 @@ def open_file(name: str, path: Path, target: Target) -> Candidate:
         return _open_checkpoint(name, path, target)
     table = _read_scales(name, path, target)
     made = build_kv_candidate(name, table, target.numerics, origin=table.dialect)
-    found = _check_weights(path, target) if target.prepared.weights.source.has_weights else ""
-    if found and not target.prepared.weights.source.form:
+    found = _check_weights(path, target) if target.prepared.checkpoint.has_weights else ""
+    if found and not target.prepared.checkpoint.form:
         note = f"only its KV scales are emulated, not its weights: {found}"
         made = replace(made, notes=(*made.notes, note))
     return replace(made, origin=table.origin)
@@ -62,12 +62,12 @@ def _check_weights(path: Path, target: Target) -> str:
             if len(entry.shape) > 1 and entry.dtype not in PLAIN_DTYPES:
                 quantized = quantized or f"{name} is {entry.dtype}"
                 continue
-            own = target.prepared.weights.source.tensors.get(name)
+            own = target.prepared.checkpoint.tensors.get(name)
             if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
                 continue
             if own.shape != entry.shape or overlay.sample_bytes(
                 name, _SAMPLE_BYTES
-            ) != target.prepared.weights.source.sample_bytes(name, _SAMPLE_BYTES):
+            ) != target.prepared.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
                 raise ModelError(
                     f"{path}: its {name} is not that of the model, so the scales belong to "
                     "another model",
@@ -95,7 +95,7 @@ def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     check_model(name, checkpoint.origin, target)
     source = WeightSource(target.prepared.model, checkpoint)
     emulation = emulate_stored(
-        checkpoint, target.prepared.weights.source, target.prepared.geometry, source, numerics
+        checkpoint, target.prepared.checkpoint, target.prepared.geometry, source, numerics
     )
     what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
     kv = Candidate(name=name)

@@ -71,7 +71,12 @@ class Subject:
     def prepared(self) -> PreparedModel:
         """The model in memory whole, as the product scores it."""
         return PreparedModel(
-            geometry=self.geometry, unobserved={}, weights=self.originals, ignored=frozenset()
+            model=self.model,
+            checkpoint=self.originals.source,
+            geometry=self.geometry,
+            unobserved={},
+            weights=self.originals,
+            ignored=frozenset(),
         )
 
 

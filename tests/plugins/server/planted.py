@@ -74,7 +74,8 @@ class Runner:
             prepared = prepare(build_skeleton(source), checkpoint)
             self.geometry = prepared.geometry
             self._model = load_model(source, dtype=dtype, device="cpu", device_map=None)
-            self._prepared = replace(prepared, weights=WeightSource(self._model, checkpoint))
+            weights = WeightSource(self._model, checkpoint)
+            self._prepared = replace(prepared, model=self._model, weights=weights)
 
     def predict(self, emulation: Candidate) -> Predict:
         """Give what a server with this emulation predicts."""
