@@ -31,6 +31,7 @@ from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.kernel_trial import gpus_of
+from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import has_experts_kernel, has_reduction_kernel
 from fp8calib.calibration.stats_header import Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
@@ -202,8 +203,12 @@ class _Run:
 
     def _open_hooks(self) -> AbstractContextManager[None]:
         """Open the hooks that show forward passes to the recorder."""
-        prepared, observe, journal = self._prepared, self._job.observe, self._journal
-        self._recorder = self._job.open_recorder(None if journal is None else journal.folder)
+        prepared, job, journal = self._prepared, self._job, self._journal
+        observe = job.observe
+        if job.make_recorder is None:
+            self._recorder = Recorder(job.header.num_sequences)
+        else:
+            self._recorder = job.make_recorder(None if journal is None else journal.folder)
         self._decoder = Decoder(prepared.model)
         attentions = prepared.geometry.owners()
         every = {attention.module for attention in attentions.values()}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -41,11 +40,7 @@ It gives the statistics, and the sites that the engine does not show, with the r
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationJob:
-    """What is to be observed of a model, and how.
-
-    A subclass may also work on each layer while its inputs are there, such as round its weights:
-    `why_streamed` and the last two methods are its own.
-    """
+    """What is to be observed of a model, and how."""
 
     model: RunModel
     observe: Observe
@@ -64,7 +59,12 @@ class CalibrationJob:
     observe_text: ObserveText | None = None
     """Runs it in the engine."""
     progress: Progress
-    why_streamed: ClassVar[str] = ""
+    make_recorder: Callable[[Path | None], Recorder] | None = None
+    """Makes what records inputs, given the working folder, and may work on each layer while they
+    are there, such as round its weights. None only records them."""
+    layer_bytes: int = 0
+    """What that work needs beside the calibration's own memory."""
+    why_streamed: str = ""
     """Why the model is streamed even if it fits into memory."""
 
     @cached_property
@@ -133,8 +133,8 @@ class CalibrationJob:
             for _, linear in model.prepared.geometry.linears()
         )
         extra = {"statistics": elements * torch.float32.itemsize}
-        if layer_bytes := self.estimate_bytes():
-            extra["work on layers"] = layer_bytes
+        if self.layer_bytes:
+            extra["work on layers"] = self.layer_bytes
         scratch = Path.cwd()
         if self.out is not None:
             scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
@@ -150,13 +150,3 @@ class CalibrationJob:
         )
         work = find_limits(work, model.memory)
         return plan_halved(work, 1 if self.asked_batch_size else self.batch_size)
-
-    # --- work on each layer -----------------------------------------------------------------------
-
-    def estimate_bytes(self) -> int:
-        """Estimate the memory that the work on layers needs beside the calibration's own."""
-        return 0
-
-    def open_recorder(self, folder: Path | None) -> Recorder:  # noqa: ARG002
-        """Make what records inputs, and may work on each layer and write into the folder."""
-        return Recorder(self.header.num_sequences)

@@ -45,7 +45,7 @@ from fp8calib.numerics.schemes import list_without_calibration, round_block_scal
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
-from fp8calib.plugins.gptq.layer_rounding import CODES, GptqJob, count_code_bytes
+from fp8calib.plugins.gptq.layer_rounding import CODES, Rounding, count_code_bytes
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
 from fp8calib.quantization.calibrated_scales import (
@@ -113,7 +113,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
     ):
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, settings)
-        job = _make_job(request, name, checkpoint, settings, reporter)
+        job, rounding = _make_job(request, name, checkpoint, settings, selection, reporter)
         static = split_static(settings, selection)[0]
         if stats is not None:
             check_stats_model(stats, checkpoint)
@@ -149,7 +149,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
                     owned=frozenset((STATS_NAME, REPORT_NAME)),
                     resume=request.resume,
                     force=request.force,
-                    check_old=job.check_same,
+                    check_old=rounding.check_same,
                 ) as journal,
                 closing(RoundedCodes(journal.folder / CODES)) as codes,
             ):
@@ -204,8 +204,9 @@ def _make_job(
     name: str,
     checkpoint: Checkpoint,
     settings: PlanSettings,
+    selection: Selection,
     reporter: Reporter,
-) -> GptqJob:
+) -> tuple[CalibrationJob, Rounding]:
     """Make the job that observes what static scales need, and rounds, beside the output."""
     weights = any(each.has_static_inputs for each in settings.schemes)
     observe = Observe(kv=False, query=False, inputs=True, weights=weights)
@@ -242,7 +243,14 @@ def _make_job(
     for warning in text.warnings:
         reporter.warn(warning)
     out = Path(request.out)
-    return GptqJob(
+    rounding = Rounding(
+        checkpoint=checkpoint,
+        settings=settings,
+        matrices=selection.quantized,
+        inputs=map_inputs(model.prepared, selection.quantized)[0],
+        num_sequences=len(text.sequences),
+    )
+    job = CalibrationJob(
         model=model,
         observe=recipe.observe,
         recipe_name=recipe.name,
@@ -250,8 +258,11 @@ def _make_job(
         asked_batch_size=recipe.data.batch_size,
         out=out.with_name(f"{out.name}.rounding"),
         progress=reporter,
-        settings=settings,
+        make_recorder=rounding.open_recorder,
+        layer_bytes=rounding.estimate_bytes(),
+        why_streamed="layer by layer: each layer is rounded after the text has run through it",
     )
+    return job, rounding
 
 
 def _check_measured(job: CalibrationJob, static: Collection[Matrix]) -> None:

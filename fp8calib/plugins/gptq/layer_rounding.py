@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
-from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import require_free_space
@@ -36,10 +34,9 @@ from fp8calib.plugins.gptq.hessians import (
     HessianSums,
     LayerHessians,
 )
-from fp8calib.plugins.gptq.input_map import MappedInput, map_inputs
+from fp8calib.plugins.gptq.input_map import MappedInput
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import select_linears
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.weights import WeightReader, WeightScales, spread_scales
 
@@ -55,14 +52,16 @@ CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GptqJob(CalibrationJob):
-    """Rounds the weights of each layer after the text has run through it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """The weights that are rounded after the text has run through their layer, and how."""
 
+    checkpoint: Checkpoint
     settings: PlanSettings
-    why_streamed: ClassVar[str] = (
-        "layer by layer: each layer is rounded after the text has run through it"
-    )
+    matrices: Sequence[Matrix]
+    inputs: Mapping[str, MappedInput]
+    """The inputs that they multiply, by their module."""
+    num_sequences: int
 
     def estimate_bytes(self) -> int:
         """Estimate the memory of a layer's Hessians, and of rounding a weight, at their largest.
@@ -71,9 +70,8 @@ class GptqJob(CalibrationJob):
         """
         sums: dict[int, dict[str, int]] = defaultdict(dict)
         largest = 0
-        matrices, inputs = self._find_inputs()
-        for matrix in matrices:
-            mapped = inputs.get(matrix.module)
+        for matrix in self.matrices:
+            mapped = self.inputs.get(matrix.module)
             if mapped is None:
                 continue
             size = matrix.shape[1]
@@ -85,14 +83,11 @@ class GptqJob(CalibrationJob):
     def open_recorder(self, folder: Path | None) -> LayerRounding:
         """Make what rounds the weights of each layer into the working folder of a run."""
         assert folder is not None  # noqa: S101 -- `gptq` runs it there
-        matrices, inputs = self._find_inputs()
-        require_free_space(folder, count_code_bytes(matrices))
+        require_free_space(folder, count_code_bytes(self.matrices))
         codes = RoundedCodes(folder / CODES)
         codes.begin(self._list_options())
-        num_sequences = 0 if self.plan is None else len(self.plan.sequences)
-        return LayerRounding(
-            *(self.model.checkpoint, self.settings, matrices, inputs, codes), num_sequences
-        )
+        given = self.checkpoint, self.settings, self.matrices, self.inputs
+        return LayerRounding(*given, codes, self.num_sequences)
 
     def check_same(self, folder: Path) -> None:
         """Refuse the codes of an interrupted run with other options."""
@@ -101,11 +96,6 @@ class GptqJob(CalibrationJob):
                 f"{folder}: the interrupted run had another scheme or other options",
                 hint="use the options of that run; to start again, remove the folder",
             )
-
-    def _find_inputs(self) -> tuple[Sequence[Matrix], Mapping[str, MappedInput]]:
-        """Find the weights to round, and the inputs that they multiply."""
-        matrices = select_linears(self.model.checkpoint, self.settings).quantized
-        return matrices, map_inputs(self.model.prepared, matrices)[0]
 
     def _list_options(self) -> dict[str, object]:
         """List the options that the codes depend on, beside the model and the text."""
