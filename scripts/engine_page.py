@@ -20,6 +20,7 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.status import Evidence
+from fp8calib.engines.weights.rules import read_weight_rules
 
 HEAD = """# What is known of engines
 
@@ -170,7 +171,7 @@ def _list_arithmetic(releases: Iterable[Engine]) -> Iterator[str]:
 
 
 def _list_weights(releases: Iterable[Engine]) -> Iterator[Sequence[str]]:
-    for rule, engine in _list_first(releases, lambda engine: engine.weight_rules):
+    for rule, engine in _list_first(releases, lambda engine: read_weight_rules(engine.facts)):
         scope = [rule.dialect, *rule.schemes, *rule.model_types]
         scope += ["blocks"] * (rule.granularity == "block") + ["experts"] * rule.has_experts
         weights = ", ".join(filter(None, scope)) or "all"

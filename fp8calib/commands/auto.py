@@ -18,7 +18,7 @@ from fp8calib.commands.request import Reporter, as_function, option, request_cla
 from fp8calib.commands.result import Result, RunPlan, WrittenCheck, describe_checks
 from fp8calib.commands.run_options import DATA, TextData, TextOptions, check_gate
 from fp8calib.commands.verify import VerifyRequest
-from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.gpus import find_gpu, list_multiplied
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.numerics.schemes import SCHEMES
@@ -122,7 +122,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     cut = round(count * _CALIBRATED)
     if count < _ENOUGH:
         reporter.warn(f"{count - cut} sequences to verify may not tell: use text for --samples 40")
-    schemes = find_emulated("vllm")[0].list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
+    schemes = list_multiplied(find_emulated("vllm")[0], find_gpu(request.gpu)) or ["w8a16"]
     steps = [
         f"calibrate on {cut} of {count} sequences",
         *(f"write {name}" for name in schemes),

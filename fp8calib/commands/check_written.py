@@ -124,14 +124,13 @@ def _check(
     for engine in engines:
         report = found[engine.key]
         why, command = report.fault, ""
-        if plain_caches and not engine.can_skip_caches:
+        if plain_caches and not engine.skip_flag:
             layers = format_ranges(plain_caches)
             why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
         verdict = "not ok" if report.ok and why else report.verdict
-        if verdict == "ok" and engine.launch is not None:
-            skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
-            spelled = engine.launch.spell(str(target), has_kv=report.asks_for_kv, tp=1)
-            command = f"{spelled} {skip}".rstrip()
+        if verdict == "ok":
+            has_kv = report.asks_for_kv
+            command = engine.spell_launch(str(target), has_kv=has_kv, plain_caches=plain_caches)
         yield WrittenCheck(
             path=path,
             engine=engine.release,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fp8calib.calibration.origin import STATS_NAME, is_stats_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.options import SKIP_LAYERS
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E5M2
@@ -108,13 +107,13 @@ def spell_server(
     model: str, request: VerifyRequest, *, has_kv: bool = True, revision: str | None = None
 ) -> str:
     """Spell the command that serves a model in the engine of a run; empty if there is none."""
-    launch = find_emulated(request.engine)[0].launch
-    if launch is None:
-        return ""
+    engine, _ = find_emulated(request.engine)
     if request.fp8_dtype == E5M2.name:
-        launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} fp8_e5m2")
-    layers = request.kv_cache_dtype_skip_layers
-    skipped = f" {SKIP_LAYERS} {' '.join(map(str, layers))}" if layers else ""
-    trusts_code = request.trust_remote_code
-    spelled = launch.spell(model, has_kv=has_kv, revision=revision, trusts_code=trusts_code)
-    return spelled + skipped
+        engine = replace(engine, kv_flag=f"{engine.kv_flag.partition(' ')[0]} fp8_e5m2")
+    return engine.spell_launch(
+        model,
+        has_kv=has_kv,
+        revision=revision,
+        trusts_code=request.trust_remote_code,
+        plain_caches=request.kv_cache_dtype_skip_layers or (),
+    )

@@ -207,7 +207,7 @@ def check_request(request: VerifyRequest) -> None:
         find_scheme(request.scheme)
         return
     engine, _ = find_emulated(request.engine)
-    if request.kv_cache_dtype_skip_layers and not (engine is REFERENCE or engine.can_skip_caches):
+    if request.kv_cache_dtype_skip_layers and not (engine is REFERENCE or engine.skip_flag):
         raise UsageError(
             f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
             hint="use --engine vllm, or reference",

@@ -11,18 +11,15 @@ engine's repository and a commit, the newest one at hand. `facts/numerics.json` 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from fp8calib.engines.facts.release import FOLDER
+from fp8calib.engines.facts.release import BFLOAT16_TYPES, FOLDER, QUERY_GPUS, Release
 from fp8calib.numerics.formats import Rounding
-
-if TYPE_CHECKING:  # only named
-    from fp8calib.model.geometry import ModelGeometry
 
 NUMERICS_FACTS = FOLDER / "numerics.json"
 
@@ -37,7 +34,7 @@ class Numerics:
     Two engines are equal that compute the same, whatever they are called and wherever it was read.
     """
 
-    name: str = field(compare=False)
+    name: str = field(default="reference", compare=False)
     """The key of the engine, for messages."""
     kv_rounding: Rounding = "nearest-even"
     """How the KV cache write rounds."""
@@ -118,8 +115,6 @@ class Numerics:
     modelopt_keeps_equal_scales: bool = False
     """At load, linears of ModelOpt's dialect whose fused projections have equal scales are not
     quantized again."""
-    kv_skip_flag: str = field(default="", compare=False)
-    """The option that leaves the KV cache of some layers unquantized; their indices follow."""
     run: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields whose effect was compared with the engine itself; the others were read."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -127,7 +122,7 @@ class Numerics:
 
     def list_differences(self) -> dict[str, Any]:
         """List the fields that differ from the plain rule, as JSON has them."""
-        plain = Numerics(name="reference")
+        plain = Numerics()
         found = {
             each.name: getattr(self, each.name)
             for each in fields(self)
@@ -140,10 +135,6 @@ class Numerics:
         fitting = (tile for largest, tile in self.probability_tiles if head_size <= largest)
         return next(fitting, self.probability_tiles[-1][1] if self.probability_tiles else 0)
 
-    def spell_skip(self, layers: Collection[int]) -> str:
-        """Spell the option that leaves the KV cache of layers unquantized; empty without layers."""
-        return " ".join([self.kv_skip_flag, *map(str, layers)]) if layers else ""
-
 
 @cache
 def read_numerics(name: str) -> Numerics:
@@ -152,16 +143,30 @@ def read_numerics(name: str) -> Numerics:
     return records[name]
 
 
-def find_served_dtype(
-    geometry: ModelGeometry,
-    *,
-    bfloat16_types: tuple[str, ...] = (),
-    half_instead_of: tuple[str, ...] = ("float16",),
-) -> str:
-    """Name the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
+_KERNELS_RUN = "GPU kernels that Numerics names were run on an H100"
+_RUN_ON_GPUS = frozenset(
+    {
+        *("quantizes_query", "query_by_reciprocal", "probability_factor", "probability_tiles"),
+        *("prompt_reads_cache", "input_by_reciprocal", "token_by_reciprocal"),
+        *("token_scale_by_reciprocal", "smallest_dynamic_scale", "smallest_group_scale"),
+    }
+)
+_KERNELS_READ = "kernels and functions that Numerics names are those of 0.32.0"
 
-    `bfloat16_types` are served in bfloat16 even if the checkpoint is in float16; `half_instead_of`
-    are the dtypes of checkpoints that are served in float16.
+
+def make_vllm_numerics(release: Release, is_on_cpu: bool = False) -> Numerics:
+    """Give the arithmetic of a release of vLLM: that of 0.32.0, which was read, and what differs.
+
+    Of older ones only Python was compared with it, and kernels where they ran on a GPU.
     """
-    is_half = geometry.checkpoint_dtype in half_instead_of
-    return "float16" if is_half and geometry.model_type not in bfloat16_types else "bfloat16"
+    known = read_numerics("vllm-cpu" if is_on_cpu else "vllm")
+    known = replace(known, bfloat16_types=release.values[BFLOAT16_TYPES])
+    if is_on_cpu:
+        return known
+    query = known.sources["quantizes_query"] + ", and ".join(release.values[QUERY_GPUS])
+    run = known.run if release.has(_KERNELS_READ) else frozenset()
+    return replace(
+        known,
+        sources={**known.sources, "quantizes_query": query},
+        run=run | (_RUN_ON_GPUS if release.has(_KERNELS_RUN) else frozenset()),
+    )

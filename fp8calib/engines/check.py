@@ -20,6 +20,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.classes import list_read_fields
+from fp8calib.engines.facts.release import explain_type
 from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.declared import find_recorded_dtype
@@ -148,8 +149,12 @@ class _Check:
         report = self._correct_fixes(engine, _judge_shared(report, self.geometry))
         is_nvfp4 = find_recorded_dtype(self.folder).lower() == NVFP4_CACHE
         report = self._judge(report, engine.scale_factor if is_nvfp4 else 1.0)
-        opened = self._open_weights(seen, prefers_single=engine.runs_loader)
-        report = amend_weights(engine, report, opened, self.tp)
+        runs_loader = engine.make_reader is None and not engine.weight_rules
+        opened = self._open_weights(seen, prefers_single=runs_loader)
+        if not runs_loader:
+            report = amend_weights(engine, report, opened, self.tp)
+        elif report.weights is None and opened.wrong_values is not None:  # it looks at no values
+            report = report.model_copy(update={"weights": opened.wrong_values.judge()})
         if not seen.preferred:
             return report
         # its names may be known to no class
@@ -161,21 +166,22 @@ class _Check:
 
     def find_refusal(self, engine: Engine) -> Refusal | None:
         """Say why an engine does not start, whatever its files hold; None if it may."""
-        if engine.splits_heads:
-            try:
-                check_heads(self.geometry, self.tp)
-                check_linears(self.geometry, self.tp, of_stats=False)
-            except UsageError as error:
-                return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
+        facts = engine.facts
+        if facts is None:
+            return None
+        try:
+            check_heads(self.geometry, self.tp)
+            check_linears(self.geometry, self.tp, of_stats=False)
+        except UsageError as error:
+            return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
         config, architecture = self.folder.config, self.geometry.architecture
         if "auto_map" in config:  # a config class of its own, which may know more
             return None
-        if why := engine.explain_type(config.get("model_type")):
+        if why := explain_type(facts, config.get("model_type")):
             return Refusal(why, fix=_NEWER_FIX)
         text = config.get("text_config")
         stored = {*config, *(text if isinstance(text, Mapping) else ())}
-        known = (engine.loader, engine.version, architecture)
-        read = list_read_fields(*known) if engine.loader else ()
+        read = list_read_fields(facts, architecture)
         names = ", ".join(each for each in read if each not in stored)
         why = f"{names}, without which {engine.title} does not load {architecture}"
         fix = f"add {names} as in the config.json of the model's authors"

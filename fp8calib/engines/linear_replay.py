@@ -31,6 +31,7 @@ from fp8calib.engines.weights.forms import (
 )
 from fp8calib.engines.weights.linears import UNKNOWN, WEIGHT, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
+from fp8calib.engines.weights.rules import read_weight_rules
 from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.kv.parse_names import parse_name
@@ -70,7 +71,8 @@ def compare_linears(
     """
     schemes = stored.schemes
     reader = engine.make_reader and engine.make_reader(stored.folder, stored.geometry)
-    findings = list(apply_rules(engine.weight_rules, stored, groups)) if schemes else []
+    rules = [*engine.weight_rules, *read_weight_rules(engine.facts)]
+    findings = list(apply_rules(rules, stored, groups)) if schemes else []
     if reader is None:
         return None, findings
     findings += named
@@ -86,8 +88,7 @@ def compare_linears(
         unknown += len(group.members) * (is_unjudged or _is_unknown(group, found, stored))
     count = None
     if schemes:
-        repeats = engine.repeats_expert_scales
-        findings += list_block_findings(engine.loader, stored, groups, tp, repeats_scales=repeats)
+        findings += list_block_findings(reader.release, stored, groups, tp)
         total = sum(len(group.members) for group in groups)
         count = LinearCount(judged=total - unknown, unknown=unknown)
     try:

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.engine import Engine, call
 from fp8calib.engines.facts.release import FOLDER, parse_version
 from fp8calib.engines.sglang.engine import SGLANG
@@ -15,13 +15,16 @@ from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU
 from fp8calib.errors import UsageError, suggest
 from fp8calib.plugin import load_all
 
+if TYPE_CHECKING:
+    from fp8calib.engines.arithmetic import Numerics
+
 _QUANTIZED_CACHE = "fp8_quantized_cache"
 """What transformers calls cache_implementation="quantized" with the backend fp8."""
 REFERENCE = Engine(
     key="reference",
     title="the plain rule",
     version="",
-    numerics=Numerics(name="reference"),
+    make_numerics=partial(call, "fp8calib.engines.arithmetic:Numerics"),
     cache_types=tuple(dict.fromkeys([*VLLM.cache_types, *SGLANG.cache_types, _QUANTIZED_CACHE])),
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
@@ -62,7 +65,7 @@ for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, _TRANSFORMERS, *load_all("eng
 
 def list_emulated() -> list[str]:
     """List the keys of the engines that `verify` emulates."""
-    return [key for key, engine in ENGINES.items() if engine.numerics is not None]
+    return [key for key, engine in ENGINES.items() if engine.make_numerics is not None]
 
 
 def list_offering(name: str) -> list[str]:
@@ -92,10 +95,10 @@ def find_emulated(name: str) -> tuple[Engine, Numerics]:
         UsageError: there is no such engine, version or emulation; the message says which.
     """
     engine = _find(name, list_emulated())
-    if engine.numerics is None:
+    if (numerics := engine.numerics) is None:
         hint = suggest("", list_emulated(), what="engines")
         raise UsageError(f"--engine {name}: {engine.no_numerics}", hint=hint)
-    return engine, engine.numerics
+    return engine, numerics
 
 
 def find_replayed(name: str) -> Engine:
@@ -139,10 +142,10 @@ def _find_release(releases: tuple[Engine, ...], named: str) -> Engine | None:
         if each.version.removesuffix(".0") == named.removesuffix(".0"):
             return each
     newest = releases[0]
-    minor = newest.minor_parts
     wanted = parse_version(named)
-    if not wanted or not minor:
+    if not wanted or newest.facts is None:
         return None
+    minor = len(parse_version(newest.facts.name))
     for each in releases:
         if parse_version(each.version)[:minor] == wanted[:minor]:
             # The minor release alone, such as 0.11, is the release that was read.

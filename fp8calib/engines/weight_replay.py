@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.classes import UNTIED, find_class_map, read_class_facts
+from fp8calib.engines.facts.classes import UNTIED, find_class_map, list_class_facts
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     Finding,
@@ -33,8 +33,8 @@ from fp8calib.engines.weights.linears import (
     find_layer_index,
     list_groups,
 )
+from fp8calib.engines.weights.name_rules import NameRules
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head
-from fp8calib.engines.weights.rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.model.drafters import find_promise, is_drafted
 
@@ -43,40 +43,35 @@ def amend_weights(
     engine: Engine, report: EngineReport, stored: OpenedWeights, tp: int
 ) -> EngineReport:
     """Add what an engine does with the weights on `tp` ranks to its report on the KV scales."""
-    notes: list[str] = []
-    if engine.runs_loader:  # which does not look at values
-        if report.weights is None and stored.wrong_values is not None:
-            report = report.model_copy(update={"weights": stored.wrong_values.judge()})
-    else:
-        count, found = _list_findings(engine, stored, tp)
-        by_status = {status: [each for each in found if each.status is status] for status in Status}
-        for refused in by_status[Status.REFUSED]:
-            refusal = Refusal(refused.text, fix=refused.fix)
-            report = report_refusal(stored.geometry, refusal)
-            return report.model_copy(update={"weights": refused.judge()})
-        doubts = by_status[Status.UNKNOWN]
-        wrong = [*by_status[Status.MISREAD], *by_status[Status.BAD], *by_status[Status.DEFAULTED]]
-        certain = [each for each in wrong if not (doubts and each.is_silent)]
-        if stored.wrong_values is not None:
-            certain.append(stored.wrong_values)
-        if certain:
-            report = report.model_copy(update={"weights": certain[0].judge()})
-            others = dict.fromkeys(each.text for each in certain[1:])
-            report = report.add(problems=(f"weights, too: {text}" for text in others))
-        elif doubts:
-            hint = engine.spell_run_hint(stored.folder.config)
-            texts = (f"{each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
-            report = report.add(unknown=(f"weights: {text}" for text in texts))
-            # what becomes of the weights if the engine loads them after all
-            failing = (
-                replace(each, status=Status.MISREAD, why=f"{each.why}: {each.if_loaded}")
-                for each in doubts
-                if each.if_loaded
-            )
-            if_loaded = next((each.judge() for each in (*wrong, *failing)), None)
-            report = report.model_copy(update={"if_loaded": if_loaded})
-        report = report.model_copy(update={"linears": count})
-        notes = [each.text for each in by_status[Status.USED]]
+    count, found = _list_findings(engine, stored, tp)
+    by_status = {status: [each for each in found if each.status is status] for status in Status}
+    for refused in by_status[Status.REFUSED]:
+        refusal = Refusal(refused.text, fix=refused.fix)
+        report = report_refusal(stored.geometry, refusal)
+        return report.model_copy(update={"weights": refused.judge()})
+    doubts = by_status[Status.UNKNOWN]
+    wrong = [*by_status[Status.MISREAD], *by_status[Status.BAD], *by_status[Status.DEFAULTED]]
+    certain = [each for each in wrong if not (doubts and each.is_silent)]
+    if stored.wrong_values is not None:
+        certain.append(stored.wrong_values)
+    if certain:
+        report = report.model_copy(update={"weights": certain[0].judge()})
+        others = dict.fromkeys(each.text for each in certain[1:])
+        report = report.add(problems=(f"weights, too: {text}" for text in others))
+    elif doubts:
+        hint = engine.spell_run_hint(stored.folder.config)
+        texts = (f"{each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
+        report = report.add(unknown=(f"weights: {text}" for text in texts))
+        # what becomes of the weights if the engine loads them after all
+        failing = (
+            replace(each, status=Status.MISREAD, why=f"{each.why}: {each.if_loaded}")
+            for each in doubts
+            if each.if_loaded
+        )
+        if_loaded = next((each.judge() for each in (*wrong, *failing)), None)
+        report = report.model_copy(update={"if_loaded": if_loaded})
+    report = report.model_copy(update={"linears": count})
+    notes = [each.text for each in by_status[Status.USED]]
     return report.add(
         suspicious=(f"weights: {text}" for text in stored.suspicious),
         problems=(f"weights: {why}" for why in notes),
@@ -91,16 +86,14 @@ def _list_findings(
     count: LinearCount | None = None
     found: list[Finding] = []
     if not stored.has_old_blocks:
-        key = (engine.loader, engine.version, geometry.architecture)
-        has_reader = engine.make_reader is not None
-        classes = (find_class_map(*key) or {}) if has_reader else {}
+        facts, name = engine.facts, geometry.architecture
+        classes = {} if facts is None else find_class_map(facts, name)
         may_refuse = any(each.state == "refused" for made in classes.values() for each in made)
         groups: tuple[LinearGroup, ...] = ()
         if may_refuse or not stored.is_plain:
             groups = tuple(list_groups(stored.tensors, geometry, classes))
-        if stored.folder.tensors and has_reader:
-            facts = read_class_facts(engine.loader).get(engine.version, {})
-            is_own = UNTIED in facts.get(geometry.architecture, ())
+        if stored.folder.tensors and facts is not None:
+            is_own = UNTIED in list_class_facts(facts, name)
             found += judge_head(rules, classes, stored, is_own=is_own)
             # Newer releases of transformers write other names for some vision towers.
             decoder = find_decoder(geometry)

@@ -10,7 +10,8 @@ import torch
 
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.origin import CalibrationOrigin, calibrate_first
-from fp8calib.engines.arithmetic import Numerics, find_served_dtype
+from fp8calib.engines.arithmetic import Numerics
+from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.errors import (
     ModelError,
     UsageError,

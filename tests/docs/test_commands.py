@@ -147,8 +147,7 @@ def test_a_command_that_is_not_run_is_in_the_list() -> None:
 
 
 def test_a_command_that_is_not_run_names_what_exists() -> None:
-    flags = [launch for engine in ENGINES.values() if (launch := engine.launch)]
-    served = {flag for launch in flags for flag in launch.kv_flag.split()}
+    served = {flag for engine in ENGINES.values() for flag in engine.kv_flag.split()}
     for command in (each for page in PAGES for each in list_commands(page) if not is_run(each)):
         words = list(command.words)
         if words[0] == "sbatch":

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
+from fp8calib.engines.facts.release import SGLANG_RELEASES, VLLM_RUN
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.blocks import list_block_findings
@@ -136,9 +137,9 @@ def test_sglang_wants_the_last_part_of_autofp8_whole_too() -> None:
     for dialect, engines in (("compressed-tensors", []), ("autofp8", ["sglang"])):
         stored, group = describe(linears, "fp8-block", dialect=dialect)
         found = [
-            engine
-            for engine in ("vllm", "sglang")
-            if list(list_block_findings(engine, stored, [group], 1))
+            release.key
+            for release in (VLLM_RUN, SGLANG_RELEASES[-1])
+            if list(list_block_findings(release, stored, [group], 1))
         ]
         assert found == engines
 
@@ -446,9 +447,9 @@ def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: boo
     config = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": states}
     stored, group = describe(linears, "fp8-block", config=config)
 
-    for engine in ("vllm", "sglang"):
-        found = list(list_block_findings(engine, stored, [group], 1))
-        assert bool(found) is (is_refused and engine == "vllm")
+    for release in (VLLM_RUN, SGLANG_RELEASES[-1]):
+        found = list(list_block_findings(release, stored, [group], 1))
+        assert bool(found) is (is_refused and release is VLLM_RUN)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

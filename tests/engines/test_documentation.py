@@ -5,6 +5,7 @@ from dataclasses import fields
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS
 from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.weights.rules import read_weight_rules
 from scripts.engine_page import list_facts, make_page, read_meanings
 
 RELEASES = [release for each in ENGINES.values() for release in (each, *each.releases)]
@@ -14,7 +15,7 @@ def test_the_page_shows_every_engine_and_every_rule() -> None:
     page = make_page()
     for engine in ENGINES.values():
         assert not engine.version or f"| {engine.title} | `{engine.key}` |" in page, engine.key
-    for rule in (rule for engine in RELEASES for rule in engine.weight_rules):
+    for rule in (rule for engine in RELEASES for rule in read_weight_rules(engine.facts)):
         assert rule.why.replace("<", "&lt;") in page
     for numerics in filter(None, (engine.numerics for engine in RELEASES)):
         assert [name for name in numerics.sources if f"| `{name}` = " not in page] == []
@@ -40,6 +41,6 @@ def test_every_field_and_rule_has_a_meaning_and_a_source() -> None:
     assert read_meanings(Numerics).keys() >= {each.name for each in fields(Numerics)}
     for path in (VLLM_FACTS, SGLANG_FACTS):
         assert all(source for *_, source in list_facts(path))
-    assert all(rule.source for engine in RELEASES for rule in engine.weight_rules)
+    assert all(rule.source for engine in RELEASES for rule in read_weight_rules(engine.facts))
     numerics = filter(None, (engine.numerics for engine in RELEASES))
     assert all(all(each.sources.values()) for each in numerics)

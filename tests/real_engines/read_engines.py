@@ -23,6 +23,7 @@ from fp8calib.engines.facts.release import (
 )
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.status import Evidence
+from fp8calib.engines.weights.rules import read_weight_rules
 from scripts.engine_page import Fact, list_loading_rules, read_facts
 from tests.real_engines import sglang_facts, vllm_facts
 from tests.real_engines.class_facts import list_spans, read_classes
@@ -80,7 +81,7 @@ class FactsFile:
         self.releases: list[dict[str, str]] = self._written["releases"]
         releases = make_releases(self._written)
         self._true: dict[str, dict[str, Sequence[str]]] = {
-            each.version: dict(each.true) for each in releases
+            each.version: dict(each.values) for each in releases
         }
 
     @property
@@ -215,7 +216,7 @@ def list_cited(source: Source, facts: Iterable[Fact]) -> Iterator[tuple[str, str
     engine = ENGINES[source.key]
     if engine.numerics is not None:
         yield from ((f"numerics: {name}", text) for name, text in engine.numerics.sources.items())
-    yield from ((f"weights: {each.why}", each.source) for each in engine.weight_rules)
+    yield from ((f"weights: {each.why}", each.source) for each in read_weight_rules(engine.facts))
     others = {each.partition("-")[0] for each in ENGINES} - {source.key}
     for rule, text in list_loading_rules():
         if rule.strip("`").partition("/")[0] not in others:

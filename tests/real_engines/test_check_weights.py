@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.formats.kv.overlay import IGNORED
@@ -166,7 +167,7 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
     )
     stored, group = describe({linear.module: (sum(rows), columns)}, "fp8-block")
     stored.geometry = geometry
-    return [each.why for each in list_block_findings("vllm", stored, [group], tp)]
+    return [each.why for each in list_block_findings(VLLM_RUN, stored, [group], tp)]
 
 
 FINER = """
@@ -190,7 +191,7 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
         tp, rank, hidden = case
         linears = {"model.layers.0.mlp.experts.0.gate_proj": (rank * tp, hidden)}
         stored, group = describe(linears, "fp8-block", dialect="autofp8", kind="experts")
-        faults = [*list_block_findings("vllm", stored, [group], tp, repeats_scales=True)]
+        faults = [*list_block_findings(VLLM_RUN, stored, [group], tp)]
         assert all(each.status in (Status.USED, Status.REFUSED) for each in faults)
         finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
         assert finer == ([True] if expected else []), case

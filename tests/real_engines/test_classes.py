@@ -54,7 +54,7 @@ def test_no_linear_is_read_in_another_state_than_it_was_seen_in() -> None:
 
 def _list_created(architecture: str) -> Iterator[CreatedLinear]:
     """List the linears, experts and heads of the map."""
-    created = find_class_map("vllm", VLLM_RUN.version, architecture) or {}
+    created = find_class_map(VLLM_RUN, architecture)
     for linear in {each for found in created.values() for each in found}:
         if linear.kind in ("linear", "experts", "head") and linear.state in _STATES:
             yield linear

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES
+from fp8calib.engines.gpus import GENERATIONS, HEAD_SIZES
 from tests.real_engines.package import Package, execute, find_symbol, list_names
 
 _BACKENDS = "vllm/v1/attention/backends/"

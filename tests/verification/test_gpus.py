@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.engines.facts.gpus import GPUS, find_gpu
+from fp8calib.engines.gpus import (
+    GPUS,
+    explain_unmultiplied,
+    explain_unserved,
+    find_gpu,
+    list_backends,
+    list_unmultiplied,
+)
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.model.geometry import Role
@@ -34,7 +41,7 @@ def test_release_serves_a_type_with_these_backends(
 ) -> None:
     """What vLLM's own functions answer; tests/real_engines asks them again."""
     record, _ = find_emulated(engine)
-    assert record.list_backends(cache_type, GPUS[gpu]) == backends
+    assert list_backends(record, cache_type, [GPUS[gpu]]) == backends
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,7 @@ def test_release_serves_a_type_with_these_backends(
 def test_why_a_gpu_does_not_serve_a_type_is_told(
     cache_type: str, gpu: str, size: int, part: str
 ) -> None:
-    told = find_emulated("vllm==0.33")[0].explain_unserved(cache_type, GPUS[gpu], {size})
+    told = explain_unserved(find_emulated("vllm==0.33")[0], cache_type, gpu, {size})
     assert bool(told) is bool(part)
     assert part in told
 
@@ -56,7 +63,7 @@ def test_why_a_gpu_does_not_serve_a_type_is_told(
 def test_unknown_gpus_are_refused(tmp_path: Path) -> None:
     names = ("h100", "B200", "MI300X", "A100", "RTX 4090", "rtx-5090")
     generations = ["sm_90", "sm_100", "gfx942", "sm_80", "sm_89", "sm_120"]
-    assert [find_gpu(name).generation for name in names] == generations
+    assert [GPUS[find_gpu(name)] for name in names] == generations
     with pytest.raises(UsageError, match="--gpu h1000: this GPU is not known"):
         find_gpu("h1000")
     zoo.save("llama", tmp_path / "m")
@@ -77,9 +84,9 @@ def test_inputs_are_quantized_where_the_gpu_multiplies_them(
     scheme: str, gpu: str, is_plain: bool, tmp_path: Path
 ) -> None:
     engine, numerics = find_emulated("vllm")
-    told = engine.explain_unmultiplied(SCHEMES[scheme], GPUS[gpu])
+    told = explain_unmultiplied(engine, SCHEMES[scheme], gpu)
     assert ("leaves inputs in 16 bits on" in told) is is_plain
-    numerics = replace(numerics, unmultiplied=engine.list_unmultiplied(GPUS[gpu]))
+    numerics = replace(numerics, unmultiplied=list_unmultiplied(engine, gpu))
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     with opened(zoo.build("llama", **sizes), tmp_path / "m") as subject:
         found = emulate_scheme(subject, SCHEMES[scheme], numerics).quantizers

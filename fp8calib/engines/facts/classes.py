@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fp8calib.engines.facts.release import FOLDER, list_spans
+from fp8calib.engines.facts.release import FOLDER, Release, list_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 UNBUILT = "unbuilt: "
@@ -108,13 +108,13 @@ def fill_pattern(pattern: str, path: str) -> str:
 
 
 @cache
-def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | None:
-    """Find what the class of an architecture creates; None if that is not known.
+def find_class_map(release: Release, architecture: str) -> ClassMap:
+    """Find what the class of an architecture creates; empty if that is not known.
 
     What its layers have is said of the layers of its drafter too.
     """
     found: dict[str, tuple[CreatedLinear, ...]] = {}
-    facts = read_class_facts(engine).get(version, {}).get(architecture, ())
+    facts = list_class_facts(release, architecture)
     for fact in facts:
         if not fact.startswith(OTHERS):
             created = CreatedLinear.parse(fact)
@@ -122,18 +122,22 @@ def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | N
                 found[part] = (*found.get(part, ()), created)
     for fact in facts if found else ():
         if fact.startswith(DRAFTER):
-            drafted = find_class_map(engine, version, fact.removeprefix(DRAFTER)) or {}
-            found = {**drafted, **found}
-    return found or None
+            found = {**find_class_map(release, fact.removeprefix(DRAFTER)), **found}
+    return found
 
 
-def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
+def list_read_fields(release: Release, architecture: str) -> list[str]:
     """List the fields of config.json without which the class of an architecture is not built."""
-    facts = read_class_facts(engine).get(version, {}).get(architecture, ())
+    facts = list_class_facts(release, architecture)
     fields = [each.removeprefix(READS) for each in facts if each.startswith(READS)]
     if architecture.endswith("ForCausalLM"):  # of others a tower's config may lack it
         fields += [found[1] for each in facts if (found := _LACKING.match(each))]
     return fields
+
+
+def list_class_facts(release: Release, architecture: str) -> Sequence[str]:
+    """List the facts about the class of an architecture."""
+    return read_class_facts(release.key).get(release.version, {}).get(architecture, ())
 
 
 @cache

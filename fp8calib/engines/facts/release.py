@@ -31,7 +31,9 @@ class Release:
     """The version in messages, without a patch."""
     evidence: Evidence
     """How its loading rules are known."""
-    true: Mapping[str, tuple[str, ...]] = field(repr=False)
+    key: str
+    """The engine's name in the names of files with facts."""
+    values: Mapping[str, tuple[str, ...]] = field(repr=False)
     """By fact: the values that hold for this release, those of the oldest facts first."""
     begins: Mapping[str, Mapping[str, str]] = field(repr=False)
     """By fact and value: the name of the first release that has it (`since`)."""
@@ -43,18 +45,12 @@ class Release:
 
     def has(self, fact: str, value: str | None = None) -> bool:
         """Tell whether a fact is true of this release: at all, or of a value."""
-        values = self.list_values(fact)
+        values = self.values[fact]
         return bool(values) if value is None else value in values
-
-    def list_values(self, fact: str) -> tuple[str, ...]:
-        """List the values of a fact that are true of this release."""
-        if fact not in self.begins:
-            raise KeyError(f"{self.engine} has no fact {fact}")
-        return self.true[fact]
 
     def find_value(self, fact: str, key: str) -> str:
         """Find what a fact with values such as `key: value` says of a key; empty without one."""
-        pairs = (value.partition(": ") for value in self.list_values(fact))
+        pairs = (value.partition(": ") for value in self.values[fact])
         return next((value for name, _, value in pairs if name == key), "")
 
 
@@ -87,11 +83,12 @@ def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
     return tuple(
         Release(
             engine=written["engine"],
+            key=written["engine"].lower(),
             package=release["package"],
             version=release["version"],
             name=name,
             evidence=release["evidence"],
-            true=values,
+            values=values,
             begins=begins,
         )
         for release, name, values in zip(written["releases"], names, true, strict=True)
@@ -118,11 +115,11 @@ releases of the engines know are left out."""
 def explain_type(release: Release, model_type: object) -> str:
     """Say why a release does not know a type of model; empty if it does, or if that is unknown."""
     since = NEWER_TYPES.get(str(model_type))
-    if since is None or model_type in release.list_values(OWN_TYPES):
+    if since is None or model_type in release.values[OWN_TYPES]:
         return ""
     from packaging.specifiers import SpecifierSet  # noqa: PLC0415 -- `--help` does not need it
 
-    demanded = ", ".join(release.list_values(DEMANDED))
+    demanded = ", ".join(release.values[DEMANDED])
     allowed = SpecifierSet(demanded)
     # what it allows begins at a minor release, or at a version that it names
     minors = (f"{minor}.0" for minor in NEWER_TYPES.values())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fp8calib.engines.arithmetic import read_numerics
-from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch, call
-from fp8calib.engines.facts.release import SGLANG_RELEASES, Release, explain_type
-from fp8calib.engines.weights.rules import NameRules, read_weight_rules
+from fp8calib.engines.engine import SCALE_FACTOR, Engine, call
+from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
+from fp8calib.engines.weights.name_rules import NameRules
 
 _HERE = "fp8calib.engines.sglang"
+_NUMERICS = partial(call, "fp8calib.engines.arithmetic:read_numerics", "sglang")
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.5.23"
 _NAME_RULES = NameRules(
     is_silent=True,  # srt/model_loader/loader.py load_weights_and_postprocess compares nothing
@@ -22,25 +22,18 @@ _NAME_RULES = NameRules(
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="sglang",
-        loader="sglang",
-        minor_parts=3,
         title="SGLang",
         version=release.version,
         evidence=release.evidence,
-        launch=Launch(
-            command="python -m sglang.launch_server --model-path",
-            kv_flag="--kv-cache-dtype fp8_e4m3",
-            ranks_flag="--tp-size",
-        ),
-        numerics=read_numerics("sglang"),
-        cache_types=release.list_values("--kv-cache-dtype"),
-        scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
+        facts=release,
+        command="python -m sglang.launch_server --model-path",
+        kv_flag="--kv-cache-dtype fp8_e4m3",
+        make_numerics=_NUMERICS,
+        cache_types=release.values["--kv-cache-dtype"],
+        scale_factor=float(release.values[SCALE_FACTOR][0].partition(" on ")[0]),
         replay_folder=partial(call, f"{_HERE}.replay:replay_sglang", release),
         replay_json=partial(call, f"{_HERE}.replay:replay_json", release),
-        explain_type=partial(explain_type, release),
-        splits_heads=True,
         make_reader=partial(call, f"{_HERE}.linears:SglangReader.open", release),
-        weight_rules=read_weight_rules(release, "sglang"),
         name_rules=_NAME_RULES,
     )
 
@@ -49,7 +42,7 @@ _OLDER = tuple(
     replace(
         _make_engine(release),
         key=f"sglang=={release.version}",
-        numerics=read_numerics("sglang") if release.has(_KERNELS_READ) else None,
+        make_numerics=_NUMERICS if release.has(_KERNELS_READ) else None,
         no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
     )
     for release in reversed(SGLANG_RELEASES[:-1])

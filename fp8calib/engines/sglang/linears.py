@@ -56,7 +56,6 @@ _MX_ERRORS = {
 class SglangReader(LinearReader):
     """The linears that a release creates."""
 
-    engine = "sglang"
     fp8_methods = ("fp8", "mxfp8")
     fp8_algorithms = ("MXFP8",)
 

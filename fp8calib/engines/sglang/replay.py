@@ -118,7 +118,7 @@ def replay_sglang(
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""
     if release.has("--kv-cache-dtype", NVFP4_CACHE):
-        (factor,) = release.list_values(SCALE_FACTOR)
+        (factor,) = release.values[SCALE_FACTOR]
         nvfp4 = f"these are global scales of --kv-cache-dtype nvfp4, multiplied by {factor}"
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
 

@@ -80,7 +80,7 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
     algorithm = section.get("quant_algo")
     is_own_file = _is_of_modelopt(quantization) or "modelopt_quant_config" in section
     if algorithm is not None and is_own_file:
-        if str(algorithm).upper() not in release.list_values(_OWN_FILE_ALGORITHM):
+        if str(algorithm).upper() not in release.values[_OWN_FILE_ALGORITHM]:
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
             raise Refusal(why, fix=fix)
@@ -96,7 +96,7 @@ def _check_modelopt(
 ) -> KvMethod:
     section = find_modelopt_section(quantization)
     algorithm = str(section.get("quant_algo") or "").upper()
-    algorithms = release.list_values(_ALGORITHM)
+    algorithms = release.values[_ALGORITHM]
     missing = ", ".join(key for key in _NVFP4_FIELDS if key not in section)
     why, fix = "", _EXPORT_AGAIN
     if not algorithm:
@@ -143,7 +143,7 @@ def name_exclusion_list(
     """Name the key under which ModelOpt's method finds the modules that stay unquantized."""
     if "quantization" in quantization:
         return "exclude_modules"
-    keys = release.list_values("modelopt-list")
+    keys = release.values["modelopt-list"]
     return next((key for key in keys if key in section), keys[-1])
 
 

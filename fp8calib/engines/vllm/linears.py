@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.arithmetic import find_served_dtype
 from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
 from fp8calib.engines.replay.declared import (
@@ -16,6 +15,7 @@ from fp8calib.engines.replay.declared import (
 )
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.engines.vllm.kv_method import name_exclusion_list, name_method
 from fp8calib.engines.weights.forms import read_compressed_group
 from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
@@ -46,8 +46,6 @@ _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale
 class VllmReader(LinearReader):
     """The linears that vLLM creates by a folder's quantization config."""
 
-    engine = "vllm"
-
     @classmethod
     def open(cls, release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> VllmReader:
         """Find the config, or refuse it as vLLM does."""
@@ -69,7 +67,7 @@ class VllmReader(LinearReader):
         super().__init__(folder, section, geometry, release)
         if release.has(_RENAMING, geometry.model_type):
             self.renamed = _RENAMED
-        types = release.list_values(BFLOAT16_TYPES)
+        types = release.values[BFLOAT16_TYPES]
         is_half = find_served_dtype(geometry, bfloat16_types=types) == "float16"
         if self.algorithm == "MXFP8" and is_half:
             # run: quantization/modelopt.py (ModelOptMxFp8Config.get_supported_act_dtypes)

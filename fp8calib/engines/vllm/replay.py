@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from fp8calib.engines.arithmetic import find_served_dtype
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, PLACELESS, QUERY_GPUS, VLLM_RUN, Release
 from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
@@ -32,6 +31,7 @@ from fp8calib.engines.replay.verdicts import (
     is_scale,
     judge_number,
 )
+from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.names import (
@@ -149,7 +149,7 @@ def replay_vllm(
         report = report.mark(dict.fromkeys(report.slots, _EXPANDED), _EXPANDED_FIX)
     if replay.method is KvMethod.QUARK:
         report = replay.amend_quark(report)
-    given_by = release.list_values(_DRAFTER_GETS_SCALES)
+    given_by = release.values[_DRAFTER_GETS_SCALES]
     report = note_drafter(report, geometry, release, given_by=given_by)
     if not on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
@@ -190,7 +190,7 @@ class _Replay:
         self._is_pooling = find_base(folder.config, geometry) not in ("", *_BASES_WITH_HEAD)
         self._dtype = find_served_dtype(
             geometry,
-            bfloat16_types=release.list_values(BFLOAT16_TYPES),
+            bfloat16_types=release.values[BFLOAT16_TYPES],
             # config/model.py of 0.32.0 (_resolve_auto_dtype, run)
             half_instead_of=("float16", "float32") if self._is_pooling else ("float16",),
         )
@@ -372,7 +372,7 @@ class _Replay:
         """Note what vLLM does with scales of q and of probabilities; give what is suspicious."""
         users = "only backends of GPUs use it"
         if on_gpus:
-            gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
+            gpus = ", and ".join(self._release.values[QUERY_GPUS])
             users = f"used if q is quantized (FlashAttention 3, FlashInfer, Triton on {gpus})"
         for what, found in self._context.optional.items():
             bad = [stored for stored in found if not all(map(is_query_scale, stored.values))]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.declared import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
@@ -35,6 +36,7 @@ _ROW_EXPERTS = ("down_proj", "w2")
 _MIXER_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _MIXER_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _MIXER_STATES = ("mamba_d_state", "ssm_state_size")
+_REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
 _FIX = "quantize with one scale per tensor or per channel"
 _RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
 _EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
@@ -86,27 +88,22 @@ def _holds_whole_heads(stored: OpenedWeights, scheme: StoredScheme) -> bool:
 
 
 def list_block_findings(
-    engine: str,
-    stored: OpenedWeights,
-    groups: Sequence[LinearGroup],
-    tp: int,
-    *,
-    repeats_scales: bool = False,
+    release: Release, stored: OpenedWeights, groups: Sequence[LinearGroup], tp: int
 ) -> Iterator[Finding]:
     """List blocks that an engine splits by fusing projections, or by sharding over `tp` ranks.
 
     Sources: vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py
     (validate_fp8_block_shape); SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py
-    (validate_fp8_block_shape). `repeats_scales`: it repeats the scales of `autofp8` experts for
-    smaller blocks.
+    (validate_fp8_block_shape).
     """
     if stored.dialect not in _DIALECTS:
         return
     schemes = stored.schemes.items()
     blocks = {path: each.block for path, each in schemes if each.weights is Granularity.BLOCK}
-    is_autofp8 = stored.dialect == "autofp8"
+    is_autofp8, engine = stored.dialect == "autofp8", release.key
+    repeats = is_autofp8 and engine == "vllm" and release.has(_REPEATS_SCALES)
     experts = (
-        _judge_expert(each, blocks[each.module], tp, repeats=repeats_scales and is_autofp8)
+        _judge_expert(each, blocks[each.module], tp, repeats=repeats)
         for group in groups
         for each in group.members
         if group.kind == "experts" and each.module in blocks

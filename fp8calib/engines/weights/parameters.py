@@ -25,7 +25,7 @@ from fp8calib.engines.weights.linears import (
     find_decoder,
     find_layer_index,
 )
-from fp8calib.engines.weights.rules import NameRules
+from fp8calib.engines.weights.name_rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights, is_equal
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion

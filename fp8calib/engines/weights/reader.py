@@ -90,8 +90,6 @@ class LinearReader(ABC):
     map them to their own. `section` is the quantization config that the engine uses.
     """
 
-    engine: str
-    """`vllm` or `sglang`."""
     fp8_methods: tuple[str, ...] = ("fp8",)
     fp8_algorithms: tuple[str, ...] = ()
     """By what the engine reads a config as one of its `fp8` method."""
@@ -102,7 +100,7 @@ class LinearReader(ABC):
         self, folder: ScaleFolder, section: ConfigSection, geometry: ModelGeometry, release: Release
     ) -> None:
         self.release = release
-        self.classes = find_class_map(self.engine, release.version, geometry.architecture) or {}
+        self.classes = find_class_map(release, geometry.architecture)
         self._is_wrapped = any(isinstance(folder.config.get(key), dict) for key in TEXT_KEYS)
         nested = section.get("quantization")
         self.is_nested = isinstance(nested, dict)
@@ -144,7 +142,7 @@ class LinearReader(ABC):
     def _quantizes_mixed(self, names: Names, algorithm: str) -> bool:
         """Check whether the release quantizes a group of mixed precision by `algorithm`."""
         what = "expert" if names.kind == "experts" else "linear"
-        return algorithm in self.release.list_values(f"mixed precision {what}")
+        return algorithm in self.release.values[f"mixed precision {what}"]
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Require a quantization method that this tool reads, if the folder has weights.
@@ -316,7 +314,7 @@ class LinearReader(ABC):
         """Require that the release loads MXFP8 of a dialect in a group; else it raises `error`."""
         if form not in _MX_FORMS:
             raise Unjudged(f"blocks of 1 x 32 under quant_method {form!a:.40}")
-        values = self.release.list_values(_LOADS_MX)
+        values = self.release.values[_LOADS_MX]
         if f"{form} {kind}" in values:
             return
         first = self.release.begins[_LOADS_MX].get(f"{form} {kind}")
@@ -363,7 +361,7 @@ def require_auto_round(config: ConfigSection, release: Release) -> None:
 
 
 def _list_auto_round_faults(config: ConfigSection, release: Release) -> Iterator[str]:
-    accepted = release.list_values(ACCEPTED)
+    accepted = release.values[ACCEPTED]
     named = config.get("data_type", "int")
     kind = "fp" if named == "fp8" else str(named)
     if f"data_type {kind}" not in accepted and ("mx_fp" not in kind or _MX not in accepted):

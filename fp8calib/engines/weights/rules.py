@@ -1,11 +1,13 @@
-"""Rules on FP8 weights that an engine does not load as they are, and on names of tensors.
+"""Rules on FP8 weights that an engine does not load as they are.
 
 `facts/weight_rules.json` has them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pydantic import TypeAdapter
 
@@ -47,35 +49,16 @@ class WeightRule:
     """The rule holds for releases without this fact; empty if it holds for all."""
 
 
-_WEIGHT_RULES = TypeAdapter(dict[str, list[WeightRule]]).validate_json(
-    (FOLDER / "weight_rules.json").read_bytes()
-)
-"""By engine: those of all its releases."""
+@cache
+def _read_rules() -> Mapping[str, Sequence[WeightRule]]:
+    """Read the rules of engines, for all of their releases."""
+    path = FOLDER / "weight_rules.json"
+    return TypeAdapter(dict[str, list[WeightRule]]).validate_json(path.read_bytes())
 
 
-def read_weight_rules(release: Release, engine: str) -> tuple[WeightRule, ...]:
-    """Read the rules that hold for a release of an engine."""
-    rules = _WEIGHT_RULES[engine]
-    return tuple(rule for rule in rules if not (rule.lacking and release.has(rule.lacking)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameRules:
-    """How an engine treats parameters beside linears, by model type."""
-
-    bare_types: tuple[str, ...] = ()
-    """Types whose tensors it also finds without the first part of their names."""
-    headless_types: tuple[str, ...] = ()
-    """Types without an output layer: it takes the embedding, and stops at a stored, untied one."""
-    untied_types: tuple[str, ...] = ()
-    """Types whose output layer may not be tied to the embedding."""
-    unties_stored: bool = False
-    """It loads a stored `lm_head.weight`, though the config ties it to the embedding."""
-    tied_types: tuple[str, ...] = ()
-    """Types and classes whose output layer it may make of the embedding."""
-    skipped_experts: tuple[str, ...] = ()
-    """Types for which it leaves out experts under other names without an error."""
-    is_silent: bool = False
-    """It compares nothing: it raises no error for a parameter that no tensor fills."""
-    is_silent_if_quantized: bool = False
-    """The same, where the checkpoint has a quantization config."""
+def read_weight_rules(release: Release | None) -> Sequence[WeightRule]:
+    """Read the rules that hold for a release of an engine; none where nothing is known of it."""
+    if release is None:
+        return ()
+    rules = _read_rules()[release.key]
+    return [rule for rule in rules if not (rule.lacking and release.has(rule.lacking))]

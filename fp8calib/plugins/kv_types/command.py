@@ -14,7 +14,7 @@ from fp8calib.commands.result import Result, RunPlan
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.commands.verify_run import run as verify
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.gpus import join_generations
+from fp8calib.engines.gpus import join_generations, list_backends, list_generations
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
 from fp8calib.model.geometry import ModelGeometry
@@ -193,13 +193,13 @@ def _find_facts(
         size = CACHE_TYPES[name].count_bytes(geometry)
     heads = {attention.k_head_dim for _, attention in geometry.attentions()}
     is_known = not geometry.has_latent_attention  # the backends of latents were not read
-    flag = "" if engine.launch is None else engine.launch.kv_flag
+    flag = engine.kv_flag
     return {
         "dtype": flag.rpartition(" ")[2] if flag and name == FP8_TYPES[0] else name,
         "bytes_per_token": size,
         "tokens": None if kv_memory is None else int(kv_memory * 2**30 / size),
-        "backends": engine.list_backends(name, None, heads) if is_known else (),
-        "gpus": engine.list_generations(name, heads) if is_known else (),
+        "backends": list_backends(engine, name, head_sizes=heads) if is_known else (),
+        "gpus": list_generations(engine, name, heads) if is_known else (),
     }
 
 
@@ -212,10 +212,10 @@ def _spell_next(chosen: CacheResult, request: KvTypesRequest, engine: Engine) ->
         places = (scales / "kv-overlay", scales)
         folders = [folder for folder in places if (folder / CONFIG_NAME).is_file()]
         revision = None
-    if engine.launch is None or not folders:
+    if not folders:
         return ""
-    flag = f"{engine.launch.kv_flag.partition(' ')[0]} {chosen.dtype}"
-    return replace(engine.launch, kv_flag=flag).spell(
+    flag = f"{engine.kv_flag.partition(' ')[0]} {chosen.dtype}"
+    return replace(engine, kv_flag=flag).spell_launch(
         str(folders[0]), revision=revision, trusts_code=request.trust_remote_code
     )
 

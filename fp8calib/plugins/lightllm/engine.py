@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.engines.engine import Engine, Launch
+from fp8calib.engines.engine import Engine
 from fp8calib.errors import ModelError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.lightllm.format import PER_HEAD, PER_TENSOR, QUERY, find_misfit
@@ -118,12 +118,9 @@ LIGHTLLM_ENGINE = Engine(
     key="lightllm",
     title="LightLLM",
     version="88b2fc6",
-    launch=Launch(
-        command="python -m lightllm.server.api_server --model_dir",
-        kv_flag="--llm_kv_type fp8kv_spt",
-        ranks_flag="--tp",
-        trust_flag="--trust_remote_code",
-    ),
+    command="python -m lightllm.server.api_server --model_dir",
+    kv_flag="--llm_kv_type fp8kv_spt",
+    trust_flag="--trust_remote_code",
     no_numerics="its arithmetic has not been read",
     replay_json=_replay_json,
     no_folder="it takes KV scales from a file alone: name the kv_cache_calib.json that "

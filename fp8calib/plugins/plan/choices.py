@@ -16,6 +16,7 @@ from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.commands.check_planned import replay_settings
 from fp8calib.engines.check import replay_overlay
+from fp8calib.engines.gpus import explain_unmultiplied, explain_unserved
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
@@ -133,7 +134,7 @@ class Choices:
             if scheme.is_mx and any(each.shape[1] % MX_BLOCK[1] for each in matrices)
         }
         for engine in opened.engines:
-            if opened.gpu and (why := engine.explain_unmultiplied(scheme, opened.gpu)):
+            if opened.gpu and (why := explain_unmultiplied(engine, scheme, opened.gpu)):
                 refused |= dict.fromkeys(self._members, why)
                 return
         if not self._explain_fault(name):
@@ -226,7 +227,7 @@ class Choices:
             return "--kv-tokens 0"
         sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
         for engine in opened.engines:
-            if opened.gpu and (why := engine.explain_unserved(FP8_CACHE, opened.gpu, sizes)):
+            if opened.gpu and (why := explain_unserved(engine, FP8_CACHE, opened.gpu, sizes)):
                 return why
             report = replay_overlay(engine, geometry, 1, open_folder(opened.model.source.folder))
             if why := report.fault:

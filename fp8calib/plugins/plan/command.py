@@ -122,7 +122,7 @@ def _plan(
     with open_measured_model(opened, choices, reporter) as model:
         run_on = partial(Measure, model, choices, measurements, reporter, request.batch_size)
         searched, held_out = run_on(opened.search, "searching"), run_on(opened.held_out, "judging")
-        can_skip = all(engine.can_skip_caches for engine in opened.engines)
+        can_skip = all(engine.skip_flag for engine in opened.engines)
         search = Search(choices, searched, passes=request.passes, can_skip=can_skip)
         if opened.budget.kind == "bytes" and opened.budget.limit <= 1:  # a share
             limit = opened.budget.limit * choices.unquantized_bytes

@@ -14,7 +14,7 @@ from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.sequences import DataPlan, take_sequences
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.gpus import Gpu, find_gpu
+from fp8calib.engines.gpus import find_gpu, knows_gpus, list_unmultiplied
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
 from fp8calib.errors import DataError, ModelError, UsageError
 from fp8calib.model.load import ModelSource
@@ -65,7 +65,7 @@ class OpenedPlan:
     """All have to load the checkpoint."""
     emulated: Engine
     """The first whose arithmetic is known."""
-    gpu: Gpu | None
+    gpu: str | None
     schemes: tuple[str, ...]
     """Schemes to choose from that the engines load."""
     calibration: DataPlan
@@ -93,8 +93,8 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     for engine in engines:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
-        if gpu is not None and not engine.storage:
-            what = f"--gpu {gpu.name}: what {engine.release} serves on it is not known"
+        if gpu is not None and not knows_gpus(engine):
+            what = f"--gpu {gpu}: what {engine.release} serves on it is not known"
             raise UsageError(what, hint="use --engine vllm, or leave out --gpu")
     budget = make_budget(request)
     asked = [request.scheme] if isinstance(request.scheme, str) else request.scheme or SCHEMES
@@ -107,7 +107,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     numerics = emulated.numerics
     assert numerics is not None  # noqa: S101 -- of an emulated engine it is known
     if gpu is not None:
-        numerics = replace(numerics, unmultiplied=emulated.list_unmultiplied(gpu))
+        numerics = replace(numerics, unmultiplied=list_unmultiplied(emulated, gpu))
     recipe = load_recipe("kv")
     data = recipe.data.model_copy(update={"batch_size": request.batch_size})
     recipe = recipe.model_copy(update={"data": data})

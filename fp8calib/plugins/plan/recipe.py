@@ -98,7 +98,7 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: RunStats) 
 def spell_recipe(opened: OpenedPlan, planned: PlannedScheme) -> str:
     """Spell the recipe as YAML."""
     engines = ", ".join(engine.key for engine in opened.engines)
-    served = opened.target.numerics.spell_skip(planned.plain_caches)
+    served = opened.engines[0].spell_skip(planned.plain_caches)
     document: dict[str, Any] = {
         "name": "planned",
         "description": f"A plan for {engines}: {opened.budget.name}. {served}".rstrip(),
@@ -130,9 +130,12 @@ def spell_write(opened: OpenedPlan, planned: PlannedScheme) -> str:
 def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
     """Spell the command that serves it with the first engine; empty without one."""
     engine = opened.engines[0]
-    if engine.launch is None or (planned.quantize is None and not planned.has_kv):
+    if planned.quantize is None and not planned.has_kv:
         return ""
     folder = f"{opened.out}-fp8" if planned.quantize else f"{opened.out}-fp8/kv-overlay"
-    trusts_code = opened.request.trust_remote_code
-    command = engine.launch.spell(folder, has_kv=planned.has_kv, trusts_code=trusts_code)
-    return f"{command} {opened.target.numerics.spell_skip(planned.plain_caches)}".rstrip()
+    return engine.spell_launch(
+        folder,
+        has_kv=planned.has_kv,
+        trusts_code=opened.request.trust_remote_code,
+        plain_caches=planned.plain_caches,
+    )

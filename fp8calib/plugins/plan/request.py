@@ -10,7 +10,7 @@ from pathlib import Path
 from fp8calib.commands import options as shared
 from fp8calib.commands.request import option, request_class
 from fp8calib.commands.run_options import DATA, TextOptions, read_gib
-from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.gpus import find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
 from fp8calib.numerics.rules import parse_rule
