@@ -21,7 +21,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.facts.release import explain_type
-from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales
+from fp8calib.engines.odd_scales import Slot, suspect_odd_scales
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.declared import find_recorded_dtype
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
@@ -34,7 +34,6 @@ from fp8calib.engines.replay.verdicts import (
     report_alike,
     report_refusal,
 )
-from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.replay import find_base
 from fp8calib.engines.weight_replay import amend_weights
@@ -51,6 +50,7 @@ from fp8calib.numerics.formats import NVFP4_CACHE
 
 if TYPE_CHECKING:  # only named
     from fp8calib.calibration.calibration_stats import RunStats
+    from fp8calib.engines.scale_mistakes import Reach
 
 _SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
@@ -117,12 +117,6 @@ class _Check:
     reads_weights: bool
     opened: dict[tuple[object, ...], OpenedWeights] = field(default_factory=dict)
     """By the files, in the order in which an engine opens them."""
-
-    @cached_property
-    def _measured(self) -> Mapping[Slot, Reach]:
-        """What K and V reach by statistics, for all engines."""
-        assert self.stats is not None  # noqa: S101 -- the caller knows
-        return measure_reaches(self.stats)
 
     def ask(self, engine: Engine) -> EngineReport:
         """Report what an engine does, if it starts.
@@ -213,17 +207,23 @@ class _Check:
         Weights are read once, if an engine uses a scale.
         """
         if self.stats is not None:
-            return mark_odd_scales(report, factor, reaches=self._measured)
+            # few checks have some
+            from fp8calib.engines.scale_mistakes import mark_odd_scales  # noqa: PLC0415
+
+            return mark_odd_scales(report, factor, self.stats)
         if not any(each.status is Status.USED for each in report.slots.values()):
             return report
         if not self.reads_weights:
-            alone = suspect_odd_scales(report, factor, estimates={})
+            alone = suspect_odd_scales(report, factor)
             # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
             # the Hub would have to be downloaded.
             files = (self.model.path / file for file in self.model.tensors)
             if alone.suspicious == report.suspicious or any(file in RANGED_FILES for file in files):
                 return alone
-        return suspect_odd_scales(report, factor, estimates=self._estimates)
+        # few checks read weights
+        from fp8calib.engines.scale_mistakes import suspect_by_estimates  # noqa: PLC0415
+
+        return suspect_by_estimates(report, factor, self._estimates)
 
     @cached_property
     def _estimates(self) -> Mapping[Slot, Reach]:

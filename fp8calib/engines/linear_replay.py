@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.classes import BY_CONFIG
+from fp8calib.engines.facts.classes import BY_CONFIG, ClassMap
 from fp8calib.engines.replay.verdicts import (
     CUT,
     Finding,
@@ -29,7 +29,8 @@ from fp8calib.engines.weights.forms import (
     OtherScheme,
     list_expected,
 )
-from fp8calib.engines.weights.linears import UNKNOWN, WEIGHT, LinearGroup, StoredLinear
+from fp8calib.engines.weights.layers import WEIGHT, find_decoder, find_layer_index
+from fp8calib.engines.weights.linears import UNKNOWN, LinearGroup, StoredLinear, list_groups
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.rules import read_weight_rules
 from fp8calib.engines.weights.stored import OpenedWeights
@@ -55,20 +56,33 @@ _BOTH_WAYS = _TWINS | {second: first for first, second in _TWINS.items()}
 def compare_linears(
     engine: Engine,
     stored: OpenedWeights,
-    groups: Sequence[LinearGroup],
+    classes: ClassMap,
     named: Sequence[Finding],
     tp: int,
 ) -> tuple[LinearCount | None, list[Finding]]:
     """Compare what the config and the model's class mean with what is stored, on `tp` ranks.
 
-    A plug-in's engine may have no reader: then only its rules are applied. `groups` are the linears
-    that the engine's class creates; `named` findings about their names follow those of the rules.
-    `Refusal` is raised where the engine refuses the config, or where that cannot be told.
+    A plug-in's engine may have no reader: then only its rules are applied. `classes` is what the
+    engine's class creates; `named` findings about names follow those of the rules. `Refusal` is
+    raised where the engine refuses the config, or where that cannot be told.
 
     Returns:
         How many linears could be judged (None without a reader, and without FP8 weights), and the
         findings; alike ones are joined.
     """
+    groups = list(list_groups(stored.tensors, stored.geometry, classes))
+    # Newer releases of transformers write other names for some vision towers.
+    decoder = find_decoder(stored.geometry)
+    misplaced = (
+        Finding.doubt(group.path, UNKNOWN["refused"], fix="")
+        for group in groups
+        if (group.state == "refused" and group.kind != "head")
+        and find_layer_index(decoder, group.path) < 0
+        and all(each.is_plain for each in group.members)
+    )
+    named = [*named, *join_alike(misplaced)]
+    if stored.is_plain:
+        return None, named
     schemes = stored.schemes
     reader = engine.make_reader and engine.make_reader(stored.folder, stored.geometry)
     rules = [*engine.weight_rules, *read_weight_rules(engine.facts)]
@@ -178,7 +192,8 @@ def _compare_quantized(
     scheme: StoredScheme | OtherScheme,
 ) -> Iterator[Finding]:
     has_experts = group.kind == "experts"
-    if has_experts and (expert := _find_unequal(group, stored.values.numbers)):
+    bad, numbers, _ = stored.values
+    if has_experts and (expert := _find_unequal(group, numbers)):
         why = f"has other input scales for gate and up ({expert})"
         yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
     scaled = {each.module for each in group.members if INPUT_SCALE in each.tensors}
@@ -196,7 +211,7 @@ def _compare_quantized(
         twin = f"{linear.module.rpartition('.')[0]}.{_BOTH_WAYS.get(linear.projection)}"
         for suffix, tensor in expected.items():
             has_twin = has_experts and suffix == INPUT_SCALE and twin in scaled
-            yield from _judge_tensor(group, linear, suffix, tensor, stored.values.bad, has_twin)
+            yield from _judge_tensor(group, linear, suffix, tensor, bad, has_twin)
 
 
 def _judge_tensor(

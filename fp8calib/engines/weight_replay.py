@@ -22,17 +22,10 @@ from fp8calib.engines.replay.verdicts import (
     LinearCount,
     Refusal,
     Unjudged,
-    join_alike,
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.linears import (
-    UNKNOWN,
-    LinearGroup,
-    find_decoder,
-    find_layer_index,
-    list_groups,
-)
+from fp8calib.engines.weights.layers import find_decoder
 from fp8calib.engines.weights.name_rules import NameRules
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head
 from fp8calib.engines.weights.stored import OpenedWeights
@@ -89,29 +82,16 @@ def _list_findings(
         facts, name = engine.facts, geometry.architecture
         classes = {} if facts is None else find_class_map(facts, name)
         may_refuse = any(each.state == "refused" for made in classes.values() for each in made)
-        groups: tuple[LinearGroup, ...] = ()
-        if may_refuse or not stored.is_plain:
-            groups = tuple(list_groups(stored.tensors, geometry, classes))
         if stored.folder.tensors and facts is not None:
             is_own = UNTIED in list_class_facts(facts, name)
             found += judge_head(rules, classes, stored, is_own=is_own)
-            # Newer releases of transformers write other names for some vision towers.
-            decoder = find_decoder(geometry)
-            misplaced = [
-                Finding.doubt(group.path, UNKNOWN["refused"], fix="")
-                for group in groups
-                if (group.state == "refused" and group.kind != "head")
-                and find_layer_index(decoder, group.path) < 0
-                and all(each.is_plain for each in group.members)
-            ]
-            found += join_alike(misplaced)
-        if not stored.is_plain:
+        if may_refuse or not stored.is_plain:
             from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code
                 compare_linears,
             )
 
             try:
-                count, found = compare_linears(engine, stored, groups, found, tp)
+                count, found = compare_linears(engine, stored, classes, found, tp)
             except Refusal as refusal:
                 found = [Finding.of(refusal)]
                 if not isinstance(refusal, Unjudged):

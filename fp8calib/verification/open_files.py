@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.weights.linears import PLAIN_DTYPES
+from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.errors import ModelError, first_line
 from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
 from fp8calib.formats.read import has_kv_scales, read_scales

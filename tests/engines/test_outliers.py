@@ -8,7 +8,7 @@ import pytest
 
 import fp8calib
 from fp8calib.cli import main
-from fp8calib.engines.scale_mistakes import find_outliers
+from fp8calib.engines.odd_scales import find_outliers
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
 

@@ -45,21 +45,6 @@ class LayerVerdict(Frozen):
         return self.k.status is Status.USED and self.v.status is Status.USED
 
 
-class HeldScale(Frozen):
-    """What an engine holds of one scale after loading."""
-
-    numbers: tuple[float, ...]
-    """One, or one for each KV head of the model."""
-    fnuz_factor: float = 1.0
-    """What the engine multiplies it by on devices whose FP8 is e4m3fnuz."""
-
-    def of_rank(self, rank: int, tp: int, *, is_fnuz: bool = False) -> tuple[float, ...]:
-        """Give the numbers on a rank of `tp`."""
-        heads = rank_range(len(self.numbers), tp, rank) if len(self.numbers) > 1 else range(1)
-        factor = self.fnuz_factor if is_fnuz else 1.0
-        return tuple(factor * self.numbers[head] for head in heads)
-
-
 class LinearCount(Frozen):
     """How many linears of an FP8 checkpoint an engine was asked about."""
 
@@ -90,10 +75,13 @@ class EngineReport(Frozen):
     """The one kind of device where scales that `layers` calls misread are used as meant."""
     if_loaded: LoadVerdict | None = Field(default=None, exclude=True, repr=False)
     """What becomes of the weights if the engine starts, where that is unknown."""
-    held: Mapping[tuple[int, Role], HeldScale] = Field(
+    held: Mapping[tuple[int, Role], tuple[float, ...]] = Field(
         default_factory=dict, exclude=True, repr=False
     )
-    """What a running engine holds, by layer and role, where the replay knows it."""
+    """What a running engine holds, by layer and role, where the replay knows it: one number, or
+    one for each KV head of the model."""
+    doubled: frozenset[tuple[int, Role]] = Field(default=frozenset(), exclude=True, repr=False)
+    """What of `held` the engine doubles on devices whose FP8 is e4m3fnuz."""
     fingerprint: str = ""
     """Hash of the KV scales as loaded (`fingerprint_scales`); empty if they are not known."""
     asks_for_kv: bool = True
@@ -342,6 +330,12 @@ Place = tuple[int, int, Role]
 """A layer, a rank, and K or V."""
 
 
+def take_rank(numbers: Sequence[float], rank: int, tp: int) -> Sequence[float]:
+    """Take the numbers on a rank of `tp`: those of its heads, or the one that there is."""
+    heads = rank_range(len(numbers), tp, rank)
+    return numbers[heads.start : heads.stop] if len(numbers) > 1 else numbers
+
+
 def fingerprint_scales(scales: Mapping[Place, Sequence[float]]) -> str:
     """Hash layer, rank, role and numbers: hexadecimal digits.
 
@@ -362,9 +356,9 @@ def add_fingerprint(report: EngineReport, tp: int) -> EngineReport:
     """Add the fingerprint of what an engine holds on `tp` ranks, where all of it is known."""
     found: dict[Place, Sequence[float]] = {}
     for (layer, role), verdict in report.slots.items():
-        held = report.held.get((layer, role))
         value = () if verdict.value is None else (verdict.value,)  # not known where it is empty
+        held = report.held.get((layer, role), value)
         for rank in range(tp):
-            found[layer, rank, role] = value if held is None else held.of_rank(rank, tp)
+            found[layer, rank, role] = take_rank(held, rank, tp)
     is_known = bool(found) and all(found.values())
     return report.model_copy(update={"fingerprint": fingerprint_scales(found) if is_known else ""})

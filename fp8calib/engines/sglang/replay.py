@@ -55,8 +55,13 @@ _CONFIG_KEYS = (
 _STATIC_FP8 = {"type": "float", "num_bits": 8, "strategy": "tensor"}
 _KV_COMPRESSED = "compressed-tensors' attention has parameters for KV scales"
 _ZERO_UNSET = "two KV scales of zero count as not loaded"
-_OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
-_MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
+_REMAPPED = (
+    (re.compile(r"\.(self_attn|mixer)\.([kv])_proj\.\2_scale$"), r".\1.attn.\2_scale"),
+    (re.compile(r"\.([kv])_scale$"), r".attn.\1_scale"),
+    (re.compile(r"\.([qkv])_proj\.output_scale$"), r".attn.\1_scale"),
+    (re.compile(r"\.kv_scale$"), ".attn.k_scale"),
+)
+"""`maybe_remap_kv_scale_name`: the first pattern that is found in a name is replaced."""
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
 _FUSED_BEFORE = {
     "gemma3n_text": (Spelling.PROJECTION, Spelling.OUTPUT),
@@ -210,7 +215,9 @@ def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     if release.has(_MAPS_NAMES, model_type):
         parsed = parse_name(name)
         fused = _FUSED_BEFORE.get(model_type, ())  # such a name is lost before it can be remapped
-        return name if parsed is not None and parsed.spelling in fused else _remap(name)
+        if parsed is not None and parsed.spelling in fused:
+            return name
+        return next((old.sub(new, name) for old, new in _REMAPPED if old.search(name)), name)
     maps_plain = release.has(_PLAIN_FACT) and release.has(_MAPS_PLAIN, model_type)
     inner = release.find_value(_MAPS_MODELOPT, model_type)
     for role in KV_ROLES:
@@ -219,23 +226,6 @@ def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
             return f"{name.removesuffix(modelopt)}.{inner}.{role}_scale"
         if maps_plain and name.endswith(plain):
             return f"{name.removesuffix(plain)}.self_attn.attn.{role}_scale"
-    return name
-
-
-def _remap(name: str) -> str:
-    """Replay `maybe_remap_kv_scale_name`."""
-    if name.endswith(".kv_scale"):
-        return name.replace(".kv_scale", ".attn.k_scale")
-    for scale in (".k_scale", ".v_scale"):
-        if name.endswith(scale):
-            for prefix in _MODELOPT_PREFIXES:
-                old = f"{prefix}{scale[1]}_proj{scale}"
-                if old in name:
-                    return name.replace(old, f"{prefix}attn{scale}")
-            return name.replace(scale, f".attn{scale}")
-    for suffix, new in _OUTPUTS.items():
-        if name.endswith(suffix):
-            return name.replace(suffix, new)
     return name
 
 

@@ -30,7 +30,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.transformers.loader import find_run_error, load_on_meta
-from fp8calib.engines.weights.linears import PLAIN_DTYPES
+from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
@@ -219,7 +219,8 @@ class _Report:
             for name, entry in self._stored.items()
             if not name.endswith(inputs) or self._find_parameter(name) is not None
         }
-        for name, what in read_scale_values(self._folder, used).bad.items():
+        bad, _, _ = read_scale_values(self._folder, used)
+        for name, what in bad.items():
             yield f"{shorten(name)} holds {what}"
 
     def _list_dtype_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:

@@ -18,7 +18,8 @@ from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.engines.vllm.kv_method import name_exclusion_list, name_method
 from fp8calib.engines.weights.forms import read_compressed_group
-from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
+from fp8calib.engines.weights.layers import HEADS
+from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
     ACCEPTED,
     AUTO_ROUND_FIX,

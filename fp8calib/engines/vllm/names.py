@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from functools import cached_property
 
 from fp8calib.engines.facts.release import ADDED_ROOTS, PLACELESS, Release
 from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.kv_method import KvMethod
-from fp8calib.engines.weights.linears import PLAIN_DTYPES
+from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.quantization_config import ContradictionError
 from fp8calib.formats.fp8.registry import load_finder
@@ -81,36 +80,24 @@ _OWNERS_OF_SCALE = re.compile(r"[qkv]|[kv]_cache|[qkv]_proj")
 """Modules whose parameter `scale` is one of keys and values."""
 
 
-class LoaderKind(StrEnum):
-    """How the loader of a model treats the names of scales.
-
-    All but STRICT and LENIENT are `AutoWeightsLoader` (`models/utils.py`).
-    """
-
-    BACKEND = "backend"
-    """vLLM runs transformers' own class. It renames k_proj to qkv_proj before the quantization
-    method renames scales, and adds the root `model.` to a name that has none."""
-    FUSES_FIRST = "fuses-first"
-    """The outermost loader has the model's mapper of k_proj to qkv_proj, which goes first."""
-    NAMES_FIRST = "names-first"
-    """The outermost loader renames scales; the mapper of k_proj belongs to an inner one."""
-    UNFORGIVING = "unforgiving"
-    """So it is, but the inner loader sees no `quant_config`: it ignores no scale without a
-    parameter."""
-    STRICT = "strict"
-    """`load_weights` of its own: a name without a parameter is a KeyError."""
-    LENIENT = "lenient"
-    """`load_weights` of its own, which skips k_scale, v_scale, q_scale and their zero points where
-    there is no parameter (`maybe_remap_kv_scale_name`); another name is a KeyError."""
-
-
-def find_loader(model_type: str, release: Release) -> LoaderKind:
-    """Find the loader of vLLM's class for a model type; BACKEND where it has none."""
-    native = (kind for kind in LoaderKind if kind is not LoaderKind.BACKEND)
-    for kind in native:
-        if release.has(f"loader of this model type is {kind}", model_type):
-            return kind
-    return LoaderKind.BACKEND
+LOADER = "loader of this model type"
+"""How the loader of a model treats the names of scales, as one of these kinds; no value where vLLM
+has no class. All but `strict` and `lenient` are `AutoWeightsLoader` (`models/utils.py`)."""
+_BACKEND = ""
+"""vLLM runs transformers' own class. It renames k_proj to qkv_proj before the quantization method
+renames scales, and adds the root `model.` to a name that has none."""
+_FUSES_FIRST = "fuses-first"
+"""The outermost loader has the model's mapper of k_proj to qkv_proj, which goes first."""
+_NAMES_FIRST = "names-first"
+"""The outermost loader renames scales; the mapper of k_proj belongs to an inner one."""
+_UNFORGIVING = "unforgiving"
+"""So it is, but the inner loader sees no `quant_config`: it ignores no scale without a
+parameter."""
+_STRICT = "strict"
+"""`load_weights` of its own: a name without a parameter is a KeyError."""
+_LENIENT = "lenient"
+"""`load_weights` of its own, which skips k_scale, v_scale, q_scale and their zero points where
+there is no parameter (`maybe_remap_kv_scale_name`); another name is a KeyError."""
 
 
 class WeightLoader:
@@ -133,14 +120,14 @@ class WeightLoader:
         self._method = method
         self._places = places
         self._release = release
-        self._kind = find_loader(geometry.model_type, release)
+        self._kind = release.find_value(LOADER, geometry.model_type)
         self._skipped_root = release.find_value(_SKIPPED_ROOTS, geometry.model_type)
         if geometry.is_wrapped:
             self._skipped_root = ""
             if not release.has(WRAPPERS, geometry.architecture):
-                self._kind = LoaderKind.BACKEND
-            elif self._kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST):
-                self._kind = LoaderKind.NAMES_FIRST
+                self._kind = _BACKEND
+            elif self._kind in (_BACKEND, _FUSES_FIRST):
+                self._kind = _NAMES_FIRST
         modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
         self._attends = {f"{path}.attn" for path in modules}
         self._attends |= {path for path in modules if path.endswith(".attn")}
@@ -160,7 +147,7 @@ class WeightLoader:
     def _map_name(self, name: str) -> str:
         """Give the name of the parameter that the loader looks for."""
         root = self._release.find_value(ADDED_ROOTS, self._context.geometry.model_type)
-        if self._kind is LoaderKind.BACKEND:  # what the checkpoint calls its `model.`
+        if self._kind is _BACKEND:  # what the checkpoint calls its `model.`
             root = next((f"{path.partition('.')[0]}." for path in self._attends), "model.")
         if root and name.partition(".")[0] not in self._roots:
             name = f"{root}{name}"
@@ -180,7 +167,7 @@ class WeightLoader:
         is_parameter = parent in self._places and leaf in _PARAMETERS.get(self._method, ())
         if is_parameter or self._skips(mapped):
             return ""
-        if self._kind in (LoaderKind.STRICT, LoaderKind.LENIENT):
+        if self._kind in (_STRICT, _LENIENT):
             return "the model has no such parameter (KeyError)"
         if self._method is None:
             return "without a quantization_config no module has a place for it (ValueError)"
@@ -199,20 +186,20 @@ class WeightLoader:
         ignores_companions = self._release.has(_IGNORES_COMPANIONS, model_type)
         if is_of_weight and not is_renamed and ignores_companions:
             return parent in self._stored
-        if self._kind is LoaderKind.LENIENT:
+        if self._kind is _LENIENT:
             has_root = mapped.partition(".")[0] in self._roots
             if self._release.has(_SKIPS_ALL, model_type):
                 return has_root and not is_renamed
             is_mapped = leaf in _IGNORED or (self._method is None and mapped.endswith(_UNMAPPED))
             is_left = not is_renamed or bool(_PROJECTION.search(mapped))
             return is_mapped and has_root and is_left
-        if self._kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self._method is None:
+        if self._kind in (_STRICT, _UNFORGIVING) or self._method is None:
             return False
         return parent in self._attends and leaf in _IGNORED
 
     def _fuses(self, name: str) -> bool:
         """Check whether the projection is renamed to qkv_proj before its scale is mapped."""
-        is_first = self._kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST)
+        is_first = self._kind in (_BACKEND, _FUSES_FIRST)
         parent = name.rpartition(".")[0]
         return is_first and bool(_PROJECTION.search(name)) and parent in self._stored
 
@@ -231,7 +218,7 @@ class WeightLoader:
             if not (why := self.find_fault(name)):
                 continue
             stored = self._context.scales.get(name)
-            is_inner = self._kind is LoaderKind.UNFORGIVING and module in self._attends
+            is_inner = self._kind is _UNFORGIVING and module in self._attends
             fix = _INNER_FIX if is_inner else NAMES_FIX
             if self._release.has(PLACELESS, geometry.model_type) and not is_companion:
                 owner = f"vLLM's attention of {geometry.model_type}"

@@ -24,7 +24,6 @@ from fp8calib.engines.replay.loaded_scales import (
 )
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
-    HeldScale,
     LayerVerdict,
     LoadVerdict,
     Refusal,
@@ -35,11 +34,10 @@ from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.names import (
+    LOADER,
     NAMES_FIX,
     WRAPPERS,
-    LoaderKind,
     WeightLoader,
-    find_loader,
 )
 from fp8calib.errors import shorten
 from fp8calib.formats.kv.config import SCHEME_HINT, find_scheme_fault
@@ -113,7 +111,7 @@ def _has_class(geometry: ModelGeometry, release: Release) -> bool:
     name = geometry.architecture
     if name in release.begins[_CLASS]:
         return release.has(_CLASS, name)
-    is_native = find_loader(geometry.model_type, release) is not LoaderKind.BACKEND
+    is_native = bool(release.find_value(LOADER, geometry.model_type))
     return is_native or release.has(WRAPPERS, name)
 
 
@@ -213,7 +211,8 @@ class _Replay:
         if self._per_head and context.loaded and not has_groups:
             raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
         layers: list[LayerVerdict] = []
-        held: dict[Slot, HeldScale] = {}
+        held: dict[Slot, tuple[float, ...]] = {}
+        doubled: set[Slot] = set()
         for layer, attention in self._geometry.attentions():
             slots = [(layer.index, role) for role in KV_ROLES]
             bare = self._explain_bare(attention)
@@ -228,7 +227,9 @@ class _Replay:
                 )
                 verdict = LayerVerdict(layer=layer.index, k=k, v=v)
             layers.append(verdict)
-            held |= self._list_held(verdict, attention, is_bare=bare is not None)
+            for slot, numbers, is_loaded in self._list_held(verdict, attention, bare is not None):
+                held[slot] = numbers
+                doubled |= {slot} if is_loaded and method in _DOUBLING else set()
         is_scaled = method is not None and bool(context.scales)
         turns_on = self._is_compressed or method is KvMethod.MODELOPT
         conditions = {
@@ -242,7 +243,8 @@ class _Replay:
         suspicious = [*self._note_loaded(on_gpus=on_gpus)] if has_places else []
         weights = _POOLING if self._is_pooling else None
         report = context.report(layers).add(suspicious=suspicious)
-        return report.model_copy(update={"held": held, "weights": weights})
+        update = {"held": held, "doubled": frozenset(doubled), "weights": weights}
+        return report.model_copy(update=update)
 
     def _judge_compressed(self, slot: Slot, attention: Attention) -> LoadVerdict:
         """Judge a k or v by what `CompressedTensorsKVCacheMethod` makes of it.
@@ -283,9 +285,9 @@ class _Replay:
         return judge_number(max(used), f"the largest of {count} heads, {stored}")
 
     def _list_held(
-        self, layer: LayerVerdict, attention: Attention, *, is_bare: bool
-    ) -> Iterator[tuple[Slot, HeldScale]]:
-        """List the numbers that a layer holds after loading.
+        self, layer: LayerVerdict, attention: Attention, is_bare: bool
+    ) -> Iterator[tuple[Slot, tuple[float, ...], bool]]:
+        """List the numbers that a layer holds after loading, and whether they were loaded.
 
         A q without a scale is 1.0: `BaseKVCacheMethod` copies k to it, and then overwrites that
         (vLLM 0.32.0 `quantization/kv_cache.py`, run).
@@ -306,8 +308,7 @@ class _Replay:
                 scale is not None if verdict is None else verdict.status is not Status.DEFAULTED
             )
             if numbers:
-                factor = 2.0 if doubles and is_loaded else 1.0
-                yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
+                yield (layer.layer, role), numbers, is_loaded
 
     def _find_places(self) -> dict[str, int]:
         """Find the `Attention` modules that have parameters for scales, with their layers.

@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, PositiveInt, StringConstraints, ValidationError
 
 from fp8calib.engines.replay.verdicts import Unjudged
-from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, Shape, StoredLinear
+from fp8calib.engines.weights.layers import WEIGHT, Shape
+from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT, read_scheme
 from fp8calib.formats.fp8.dialect import Fp8Dialect

@@ -16,17 +16,20 @@ from fp8calib.engines.facts.classes import (
     list_numbers,
     make_pattern,
 )
+from fp8calib.engines.weights.layers import (
+    HEADS,
+    LAYER,
+    PLAIN_DTYPES,
+    WEIGHT,
+    Shape,
+    count_experts,
+    find_decoder,
+)
 from fp8calib.formats.fp8.weights import is_linear_scale
 from fp8calib.model.drafters import is_drafted
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import split_expert
 
-Shape = tuple[int, ...]
-WEIGHT = "weight"
-PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
-"""The dtypes of weights that are not quantized."""
-HEADS = ("lm_head", "embed_out")
-"""The last part of the path of an output layer."""
 UNKNOWN = {
     "": "is a linear, and it is not known how the engine's class creates it",
     "maybe": "is a linear that the engine's class creates by the config in some cases",
@@ -42,8 +45,6 @@ _STACKED = {
 """The names of a layer's experts in one tensor, and the projections in it; the last two are
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
-_LAYER = re.compile(r"(.*?\.)(\d+)\.")
-"""The beginning of a path, up to the number of its layer."""
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Other names of an expert's projections."""
 _FindCreated = Callable[[str], Sequence[CreatedLinear]]
@@ -218,28 +219,6 @@ def _join(
         )
 
 
-def count_experts(geometry: ModelGeometry) -> dict[int, int]:
-    """Count the experts of each layer that has some."""
-    return {
-        layer.index: number
-        for layer in geometry.layers
-        if (number := max((linear.num_experts for linear in layer.linears), default=0))
-    }
-
-
-def find_decoder(geometry: ModelGeometry) -> str | None:
-    """Find what the names of tensors in decoder layers begin with, before the layer's number."""
-    modules = (attention.checkpoint_module for _, attention in geometry.attentions())
-    found = _LAYER.match(next(modules, ""))
-    return None if found is None else found[1]
-
-
-def find_layer_index(decoder: str | None, path: str) -> int:
-    """Find the number of the decoder layer that a path is in; -1 where it is elsewhere."""
-    found = _LAYER.match(path)
-    return int(found[2]) if found is not None and found[1] == decoder else -1
-
-
 def _group_experts(
     experts: Sequence[tuple[str, int, str]],
     beside: Mapping[str, Mapping[str, TensorEntry]],
@@ -259,7 +238,7 @@ def _group_experts(
             shapes[path, projection][weight.shape] += 1
             shapes["", projection][weight.shape] += 1
     decoder = find_decoder(geometry)
-    matches = (_LAYER.match(path) for path in numbers)
+    matches = (LAYER.match(path) for path in numbers)
     ends = {each.string[each.end() :]: None for each in matches if each and each[1] == decoder}
     counts = {
         f"{decoder}{index}.{end}": number

@@ -17,7 +17,7 @@ from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
 from fp8calib.engines.facts.classes import ClassMap, make_pattern
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.linears import (
+from fp8calib.engines.weights.layers import (
     HEADS,
     PLAIN_DTYPES,
     Shape,

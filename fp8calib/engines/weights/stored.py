@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +17,11 @@ from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS, list_text_configs
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.engines.odd_scales import (
-    judge_scale_places,
-    judge_weight_scales,
-    map_measured,
-    suspect_weight_scales,
-)
+from fp8calib.engines.odd_scales import suspect_weight_scales
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.linears import PLAIN_DTYPES, WEIGHT
+from fp8calib.engines.weights.layers import PLAIN_DTYPES, WEIGHT
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.formats.fp8.quantization_config import ContradictionError, StoredScheme
@@ -119,8 +114,8 @@ class OpenedWeights:
             self._find_schemes(stored, stats)
 
     @cached_property
-    def values(self) -> ScaleValues:
-        """What the scales hold."""
+    def values(self) -> tuple[Mapping[str, str], Mapping[str, float], Mapping[str, float]]:
+        """What `read_scale_values` gives."""
         return read_scale_values(self.folder, self.located)
 
     @cached_property
@@ -184,8 +179,16 @@ class OpenedWeights:
             if name in self.tensors
         }
         self.dialect = refine_dialect(dialect, scales).name
-        unmeasured, largest = self.tensors, self.values.largest
+        _, _, largest = self.values
+        unmeasured = self.tensors
         if stats is not None:
+            # few checks have some
+            from fp8calib.engines.scale_mistakes import (  # noqa: PLC0415
+                judge_scale_places,
+                judge_weight_scales,
+                map_measured,
+            )
+
             measured = map_measured(stats)
             unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
             why = judge_weight_scales(self.tensors, largest, stats)
@@ -199,16 +202,17 @@ class OpenedWeights:
         """Read what scales of weights stand for, and the sizes of blocks; MXFP8's are rounded."""
         weights: dict[str, str] = {}
         by_file: dict[str, list[str]] = defaultdict(list)
+        _, _, largest = self.values
         for module in (each for each, scheme in self.schemes.items() if not scheme.is_mx):
             for name in name_companions(f"{module}.{WEIGHT}").scales:
-                if name in self.values.largest:
+                if name in largest:
                     weights[name] = f"{module}.{WEIGHT}"
                     by_file[self.located[name][0]].append(name)
         found = {}
         for name, values in _read_tensors(self.folder, by_file):
-            largest = WEIGHT_FORMATS[self.tensors[weights[name]].dtype].max
+            most = WEIGHT_FORMATS[self.tensors[weights[name]].dtype].max
             scheme = self.schemes[weights[name].removesuffix(f".{WEIGHT}")]
-            found[weights[name]] = (values * largest, scheme.block)
+            found[weights[name]] = (values * most, scheme.block)
         return found
 
 
@@ -237,19 +241,16 @@ def _read_tensors(
             yield from ((name, opened.read_floats(name, of_scale=True)) for name in held)
 
 
-class ScaleValues(NamedTuple):
-    """What the scales of linears hold, by their names."""
+def read_scale_values(
+    folder: ScaleFolder, tensors: Located
+) -> tuple[Mapping[str, str], Mapping[str, float], Mapping[str, float]]:
+    """Read the scales of linears; numbers smaller than a byte are not read.
 
-    bad: Mapping[str, str]
-    """What a scale holds that is not a finite, normal number above zero, in words."""
-    numbers: Mapping[str, float]
-    """The number of each scale that is a single number."""
-    largest: Mapping[str, float]
-    """The largest number of each that is not bad."""
-
-
-def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
-    """Read the scales of linears; numbers smaller than a byte are not read."""
+    Returns:
+        By the names of scales: what one holds that is not a finite, normal number above zero, in
+        words; the number of each that is a single number; the largest number of each that is not
+        bad.
+    """
     by_file: dict[str, list[str]] = defaultdict(list)
     for name, (file, entry) in tensors.items():
         if is_linear_scale(name) and entry.dtype not in PACKED_BITS and entry.size_bytes:
@@ -265,7 +266,7 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
             largest[name] = float(values.max())
         if values.size == 1:
             numbers[name] = values.item()
-    return ScaleValues(bad, numbers, largest)
+    return bad, numbers, largest
 
 
 def describe_bad(values: NDArray[np.float32], smallest: float) -> str:

@@ -16,6 +16,7 @@ from fp8calib.engines.replay.verdicts import (
     fingerprint_scales,
     is_scale,
     judge_number,
+    take_rank,
 )
 from fp8calib.engines.scale_mistakes import list_moves
 from fp8calib.engines.status import Status
@@ -117,10 +118,11 @@ def _explain(
     """Write one sentence for the same fault of several layers and ranks."""
     by_rank = defaultdict[tuple[Any, ...], list[_Fault]](list)
     for answer in answers:
-        meant = {
-            slot: held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz)
-            for slot, held in report.held.items()
-        }
+        meant = {}
+        for slot, held in report.held.items():
+            factor = 2.0 if answer.is_fnuz and slot in report.doubled else 1.0
+            own = take_rank(held, answer.tp_rank, answer.tp)
+            meant[slot] = tuple(factor * number for number in own)
         faults = list(_find_faults(answer, meant))
         cause = _find_cause([each for each in faults if each.role in KV_ROLES], answer, meant)
         for each in faults:
@@ -268,8 +270,8 @@ def _list_notes(
         yield f"not compared: scales of a drafter ({cut_list(first.others, 2)})"
     if first.dp > 1:
         yield f"only one of {first.dp} data-parallel engines answered"
-    factors = {each.fnuz_factor for slot, each in report.held.items() if slot[1] in KV_ROLES}
-    if first.is_fnuz and factors == {1.0}:
+    held = {slot for slot in report.held if slot[1] in KV_ROLES}
+    if first.is_fnuz and held and held.isdisjoint(report.doubled):
         yield _FNUZ
 
 

@@ -18,7 +18,7 @@ from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport, HeldScale, LayerVerdict, LoadVerdict
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import (
     ModelError,
@@ -181,7 +181,7 @@ def _expect_refit(numbers: dict[Slot, float]) -> EngineReport:
         LayerVerdict(layer=layer, k=verdicts[layer, Role.K], v=verdicts[layer, Role.V])
         for layer in dict.fromkeys(layer for layer, _ in numbers)
     )
-    held = {slot: HeldScale(numbers=(number,)) for slot, number in numbers.items()}
+    held = {slot: (number,) for slot, number in numbers.items()}
     return EngineReport(layers=tuple(layers), held=held)
 
 
