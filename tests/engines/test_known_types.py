@@ -7,7 +7,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fp8calib
-from fp8calib.engines.facts.release import NEWER_TYPES
+from fp8calib.engines.facts.release import NEWER_TYPES, explain_type
 from fp8calib.engines.registry import find_replayed
 from tests import zoo
 from tests.architectures import families
@@ -33,7 +33,9 @@ CASES = [  # of transformers' and the engines' own files, read
 
 @pytest.mark.parametrize(("engine", "model_type", "demanded"), CASES)
 def test_what_a_release_demands_decides(engine: str, model_type: str, demanded: str) -> None:
-    why = find_replayed(engine).explain_type(model_type)
+    facts = find_replayed(engine).facts
+    assert facts is not None
+    why = explain_type(facts, model_type)
     assert (f" demands transformers {demanded}, " in why) == bool(demanded)
     assert bool(why) == bool(demanded)
 
