@@ -25,8 +25,8 @@ from fp8calib.engines.weights.blocks import apply_rules, list_block_findings
 from fp8calib.engines.weights.forms import (
     INPUT_SCALE,
     WEIGHTS,
+    CompressedGroup,
     Expected,
-    OtherScheme,
     list_expected,
 )
 from fp8calib.engines.weights.layers import WEIGHT, find_decoder, find_layer_index
@@ -189,7 +189,7 @@ def _compare_quantized(
     reader: LinearReader,
     stored: OpenedWeights,
     group: LinearGroup,
-    scheme: StoredScheme | OtherScheme,
+    scheme: StoredScheme | CompressedGroup,
 ) -> Iterator[Finding]:
     has_experts = group.kind == "experts"
     bad, numbers, _ = stored.values

@@ -155,7 +155,9 @@ def describe(
 ) -> tuple[Any, LinearGroup]:
     """Describe linears that an engine joins, all in one scheme."""
     members = (StoredLinear(module=each, shape=linears[each], tensors={}) for each in linears)
-    group = LinearGroup(path="joined", kind=kind, members=tuple(members), state="config")
+    group = LinearGroup(
+        path="joined", kind=kind, members=tuple(members), state="config", listed="joined"
+    )
     schemes = dict.fromkeys(linears, StoredScheme.of(find_scheme(scheme)))
     folder = types.SimpleNamespace(config=config)
     known = {"dialect": dialect, "folder": folder, "geometry": EMPTY, "schemes": schemes}

@@ -32,7 +32,7 @@ from compressed_tensors.quantization import (
 
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.weights.forms import OtherScheme
+from fp8calib.engines.weights.forms import CompressedGroup
 from fp8calib.engines.weights.linears import (
     LinearGroup,
     StoredLinear,
@@ -282,21 +282,21 @@ def make_group(path: str, state: str) -> LinearGroup:
             f"{path}.{i}.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
         ]
     members = (StoredLinear(module=each, shape=(256, 256), tensors={}) for each in modules)
-    return LinearGroup(path=path, kind=kind, members=tuple(members), state=state)
+    return LinearGroup(path=path, kind=kind, members=tuple(members), state=state, listed=path)
 
 
 def describe_group(make: Callable[[], LinearReader], path: str, state: str = "config") -> str:
     """Give what `check` expects of a module in one word; "unknown" where it expects nothing."""
     try:
         reader = make()
-        found = reader.find_configured(reader.name_as_listed(make_group(path, state)))
+        found = reader.find_configured(make_group(path, state))
     except Unjudged:
         return "unknown"
     except Refusal:
         return "refused"
     if isinstance(found, Unquantized):
         return "unquantized"
-    if isinstance(found, OtherScheme):
+    if isinstance(found, CompressedGroup):
         return "quantized"
     return "alone" if found.inputs is InputScaling.NONE else "quantized"
 

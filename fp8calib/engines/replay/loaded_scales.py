@@ -69,8 +69,17 @@ class LoadContext:
             geometry, (stored for file in folder.scales.values() for stored in file.values())
         )
 
-    def report(self, layers: Iterable[LayerVerdict]) -> EngineReport:
-        """Report the verdicts, and each problem once."""
+    def report(self, layers: Iterable[LayerVerdict], *, unread: str = "") -> EngineReport:
+        """Report the verdicts, and each problem once.
+
+        `unread` says that the engine ignores the optional scales; empty if it does not.
+        """
+        if unread:
+            self.problems += (
+                f"{what} ({len(found)}, such as {found[0]}): {unread}"
+                for what, found in self.optional.items()
+                if found
+            )
         return EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(self.problems)))
 
     def load(self, find_slot: Callable[[str], Slot | None]) -> None:
@@ -85,12 +94,6 @@ class LoadContext:
                     f"{loaded[slot]} and {stored} have the same target; one is lost"
                 )
             loaded[slot] = stored
-
-    def note_unread(self, why: str) -> None:
-        """Note that the engine ignores the optional scales, where there are any."""
-        for what, found in self.optional.items():
-            if found:
-                self.problems.append(f"{what} ({len(found)}, such as {found[0]}): {why}")
 
     def judge_absent(
         self, slot: Slot, why: str, fix: str, *, value: float | None = 1.0

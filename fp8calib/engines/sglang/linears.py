@@ -8,8 +8,11 @@ compressed-tensors.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import Release
@@ -17,12 +20,11 @@ from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.replay import find_sglang_config
-from fp8calib.engines.weights.forms import OtherScheme, read_compressed_group
+from fp8calib.engines.weights.forms import CompressedGroup, read_compressed_group
 from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
-    Names,
     Unquantized,
     find_for_parts,
     list_strings,
@@ -97,73 +99,69 @@ class SglangReader(LinearReader):
         own = group.path.rpartition(".")[2]
         if is_quantized and len(group.members) == 1 and group.members[0].projection != own:
             raise Unjudged(f"{group.path} is joined of more than the checkpoint has")
-        parts = tuple(each.module for each in group.members)
-        stored = Names(group.path, parts, group.kind, group.state)
-        if isinstance(self.find_configured(stored), Unquantized) is is_quantized:
-            raise Unjudged(f"lists of the config may have to name {group.path} {group.listed}")
+        stored = self.find_configured(replace(group, listed=group.path))
+        if isinstance(stored, Unquantized) is is_quantized:
+            listed = "" if group.listed == group.path else group.listed
+            raise Unjudged(f"lists of the config may have to name {group.path} {listed}")
         return found
 
-    def find_configured(self, names: Names) -> Found:
+    def find_configured(self, group: LinearGroup) -> Found:
         """Find the scheme that the config gives to a group."""
-        is_head, is_compressed = names.kind == "head", self.method == "compressed-tensors"
+        is_head, is_compressed = group.kind == "head", self.method == "compressed-tensors"
         if is_compressed and is_head and not self.release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
-        found = super().find_configured(names)
+        found = super().find_configured(group)
         if not isinstance(found, StoredScheme):
             return found
         if found.is_mx:
             if self.algorithm == "MIXED_PRECISION":
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
-            self.require_mx(self.method, names.kind, _MX_ERRORS.get(self.method, ""))
+            self.require_mx(self.method, group.kind, _MX_ERRORS.get(self.method, ""))
         if is_compressed and is_head and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
 
-    def _find_excluded(self, names: Names) -> str | None:
+    def _find_excluded(self, group: LinearGroup) -> str | None:
         """Find the entry of the config's list that excludes a group."""
-        is_expert, is_joined = names.kind == "experts", len(names.parts) > 1
-
-        def find(path: str) -> str | None:
-            return self.find_entry(matches, path, self.excluded)
-
+        path, parts, is_expert = group.listed, self.list_parts(group), group.kind == "experts"
         if self.method == "compressed-tensors":
-            matches = self._ignores
+            find = partial(self.find_entry, self._ignores, entries=self.excluded)
             # projections count in some classes alone
-            is_named = any(path in self.excluded for path in self.spell(names.path))
+            is_named = self.find_entry(operator.eq, path, self.excluded) is not None
             if is_expert:
-                return find_for_parts(_name_expert(names), find)
-            is_whole = is_named or names.state == "joined"
-            return find(names.path) if is_whole else find_for_parts(names, find)
+                return find_for_parts(_name_expert(path), find)
+            is_whole = is_named or group.state == "joined"
+            return find(path) if is_whole else find_for_parts(parts, find)
+        find_glob = partial(self.find_entry, _matches_glob, entries=self.excluded)
         if is_expert and not self.is_fp8:
-            return self.find_entry(_matches_glob, names.path, self.excluded)
+            return find_glob(path)
         # `is_layer_skipped`
-        has_experts = is_expert or (not is_joined and "experts" in names.path)
+        is_joined = len(parts) > 1
+        has_experts = is_expert or (not is_joined and "experts" in path)
         matches = _skips_experts if has_experts else _skips
-        own = names.path.rpartition(".")[2]
-        is_split = names.state != "joined" or own in _FALLBACK_PROJECTIONS
-        if is_joined and is_split and not is_expert:
-            entry = find_for_parts(names, find)
-        else:
-            entry = find(names.path)
-        if entry is None and not self.is_fp8:
-            return self.find_entry(_matches_glob, names.path, self.excluded)
-        return entry
+        find = partial(self.find_entry, matches, entries=self.excluded)
+        own = path.rpartition(".")[2]
+        is_split = group.state != "joined" or own in _FALLBACK_PROJECTIONS
+        is_for_parts = is_joined and is_split and not is_expert
+        entry = find_for_parts(parts, find) if is_for_parts else find(path)
+        return find_glob(path) if entry is None and not self.is_fp8 else entry
 
-    def _find_compressed(self, names: Names) -> Found:
-        is_expert, is_head = names.kind == "experts", names.kind == "head"
+    def _find_compressed(self, group: LinearGroup) -> Found:
+        is_expert, is_head = group.kind == "experts", group.kind == "head"
+        path, parts = group.listed, self.list_parts(group)
         if is_expert:
-            target = self.find_expert_target(_name_expert(names))
+            target = self.find_expert_target(path, _name_expert(path))
         elif is_head:
-            target = next((each for each in self.targets if self._ignores(each, names.path)), None)
+            target = next((each for each in self.targets if self._ignores(each, path)), None)
         else:
-            last = ("parts",) if names.state != "joined" else ()
-            target = self.find_target(names, "path", "class", *last)
+            last = ("parts",) if group.state != "joined" else ()
+            target = self.find_target(group.kind, path, "path", "class", *last, parts=parts)
         if target is not None:
             return self._read_own(target, is_expert=is_expert)
         if is_head or not self.targets:
             return Unquantized(why="no config group has it")
-        why = f"no config group has {names.parts[0]} (ValueError)"
+        why = f"no config group has {parts[0]} (ValueError)"
         raise Refusal(why, fix="list it in `ignore`, or in a config group")
 
     def _read_own(self, target: str, *, is_expert: bool) -> StoredScheme:
@@ -172,8 +170,8 @@ class SglangReader(LinearReader):
             *(self.targets[target], self.section.get("format"), _FORMATS),
             reads_own_format=self.release.has(_GROUP_FORMATS),
         )
-        if isinstance(scheme, OtherScheme):
-            raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
+        if isinstance(scheme, CompressedGroup):
+            raise Unjudged(f"weights of the form {scheme.format} are not judged offline")
         if scheme.inputs is not InputScaling.NONE:
             return scheme
         is_channel = scheme.weights is Granularity.CHANNEL
@@ -198,17 +196,16 @@ class SglangReader(LinearReader):
             return entry.lower() in path.lower()
         return entry == path or path.endswith(f".{entry}")
 
-    def _quantizes_mixed(self, names: Names, algorithm: str) -> bool:
+    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         layers = self.section.get("quantized_layers")
-        is_found = names.state != "joined" or (isinstance(layers, dict) and names.path in layers)
-        is_read = super()._quantizes_mixed(names, algorithm)
+        is_found = group.state != "joined" or (isinstance(layers, dict) and group.listed in layers)
+        is_read = super()._quantizes_mixed(group, algorithm)
         return is_found and (is_read or algorithm != "FP8_PB_WO")
 
 
-def _name_expert(names: Names) -> Names:
+def _name_expert(path: str) -> list[str]:
     """Name the first expert's projections as SGLang does, whatever the model's (get_moe_scheme)."""
-    parts = (f"{names.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
-    return names._replace(parts=tuple(parts))
+    return [f"{path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj")]
 
 
 def _skips(entry: str, path: str) -> bool:

@@ -111,8 +111,8 @@ def replay_sglang(
         why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
         absent = fault or (why, _FIX.format(path=path))
         layers.append(context.judge_pair(index, "SGLang", absent, zero_is_unset=zero_is_unset))
-    context.note_unread("SGLang does not read it, and does not use it to quantize the query")
-    report = context.report(layers)
+    unread = "SGLang does not read it, and does not use it to quantize the query"
+    report = context.report(layers, unread=unread)
     if fault is None and geometry.has_latent_attention:
         # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool),
         # and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.

@@ -134,9 +134,9 @@ class _Report:
             layers.append(LayerVerdict(layer=layer.index, k=k, v=v))
         if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
             context.problems.insert(0, _SINCE_RENAMED)
-        context.note_unread("reported as unexpected")
-        context.problems += self._note_unexpected()
-        report = amend_for_dtype(context.report(layers), self._folder, fnuz=_FNUZ, e5m2=_E5M2)
+        report = context.report(layers, unread="reported as unexpected")
+        report = report.add(problems=self._note_unexpected())
+        report = amend_for_dtype(report, self._folder, fnuz=_FNUZ, e5m2=_E5M2)
         for status, faults in (
             (Status.MISREAD, self._list_weight_faults()),
             (Status.BAD, self._list_bad_scales()),

@@ -78,8 +78,8 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
     section = quantization.get("quantization")
     section = section if isinstance(section, dict) else {}
     algorithm = section.get("quant_algo")
-    is_own_file = _is_of_modelopt(quantization) or "modelopt_quant_config" in section
-    if algorithm is not None and is_own_file:
+    is_marked = "modelopt_quant_config" in section
+    if algorithm is not None and (is_marked or _is_of_modelopt(quantization)):
         if str(algorithm).upper() not in release.values[_OWN_FILE_ALGORITHM]:
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"

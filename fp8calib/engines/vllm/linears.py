@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from fnmatch import fnmatch
+from functools import partial
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import BY_CONFIG
@@ -26,7 +28,6 @@ from fp8calib.engines.weights.reader import (
     ConfigSection,
     Found,
     LinearReader,
-    Names,
     Unquantized,
     find_for_parts,
     list_strings,
@@ -46,6 +47,8 @@ _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale
 
 class VllmReader(LinearReader):
     """The linears that vLLM creates by a folder's quantization config."""
+
+    joins_names = True
 
     @classmethod
     def open(cls, release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> VllmReader:
@@ -102,8 +105,9 @@ class VllmReader(LinearReader):
         modules = (name.rpartition(".")[0] for name in tensors)
         if not has_weights or any(path.rpartition(".")[2] in HEADS for path in modules):
             return
-        linear = StoredLinear(module=HEADS[0], shape=(0, 0), tensors={})
-        head = LinearGroup(path=HEADS[0], kind="head", members=(linear,), state="config")
+        name = HEADS[0]
+        linear = StoredLinear(module=name, shape=(0, 0), tensors={})
+        head = LinearGroup(path=name, kind="head", members=(linear,), state="config", listed=name)
         if not isinstance(self.find_scheme(head), Unquantized):
             why = "the config quantizes the output layer, which is tied: nothing is stored for it"
             raise Unjudged(why)
@@ -111,7 +115,7 @@ class VllmReader(LinearReader):
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
         if self.method == "quark" and group.state in BY_CONFIG and group.kind != "head":
-            self._require_excluded(self.name_as_listed(group))
+            self._require_excluded(group)
         found = super().find_scheme(group)
         if not isinstance(found, StoredScheme):
             return found
@@ -128,45 +132,34 @@ class VllmReader(LinearReader):
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
-    def name_as_listed(self, group: LinearGroup) -> Names:
-        """Name a group by the path of the whole alone, if the class joins it."""
-        names = super().name_as_listed(group)
-        return names._replace(parts=(names.path,)) if group.state == "joined" else names
-
-    def _require_excluded(self, names: Names) -> None:
+    def _require_excluded(self, group: LinearGroup) -> None:
         """Require that a Quark config for the KV cache alone excludes a group.
 
         vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
         """
         if isinstance(self.section.get("layer_type_quant_config"), dict):
             return
-        entries = list_strings(self.section, "exclude")
-
-        def find(path: str) -> str | None:
-            return self.find_entry(matches_target, path, entries)
-
-        is_left_out = find(names.path) is not None
-        if names.kind == "experts":
-            is_left_out |= any(entry.startswith(f"{names.path}.") for entry in entries)
+        entries, path = list_strings(self.section, "exclude"), group.listed
+        find = partial(self.find_entry, matches_target, entries=entries)
+        is_left_out = find(path) is not None
+        if group.kind == "experts":
+            is_left_out |= any(entry.startswith(f"{path}.") for entry in entries)
         elif not is_left_out:
-            is_left_out = find_for_parts(names, find) is not None
+            is_left_out = find_for_parts(self.list_parts(group), find) is not None
         if not is_left_out:
-            why = f"the Quark config excludes no {names.path} (AttributeError)"
+            why = f"the Quark config excludes no {path} (AttributeError)"
             raise Refusal(why, fix="exclude it by this name, or export with Quark 0.13")
 
-    def _find_excluded(self, names: Names) -> str | None:
+    def _find_excluded(self, group: LinearGroup) -> str | None:
         """Find the entry of the config's list that excludes a group.
 
         Of joined projections each is compared, and the whole exactly. ModelOpt's list has names,
         parts of them and globs too.
         """
-        is_expert, is_compressed = names.kind == "experts", self.method == "compressed-tensors"
-
-        def find_exactly(path: str) -> str | None:
-            return next((each for each in self.spell(path) if each in self.excluded), None)
-
-        def find_target(path: str) -> str | None:
-            return self.find_entry(matches_target, path, self.excluded)
+        is_expert, is_compressed = group.kind == "experts", self.method == "compressed-tensors"
+        find_exactly = partial(self.find_entry, operator.eq, entries=self.excluded)
+        find_target = partial(self.find_entry, matches_target, entries=self.excluded)
+        parts = self._list_first_expert(group) if is_expert else self.list_parts(group)
 
         def matches(entry: str, path: str) -> bool:
             if is_expert and "experts" in entry and path in entry:  # one of them is enough
@@ -176,30 +169,30 @@ class VllmReader(LinearReader):
 
         entry = None
         if is_compressed or not is_expert:
-            if len(names.parts) > 1 and not is_expert:
+            if len(parts) > 1 and not is_expert:
                 is_matched = is_compressed and self.release.has(_IGNORES_JOINED)
-                entry = (find_target if is_matched else find_exactly)(names.path)
-            parts = self._take_first_expert(names) if is_expert else names
+                entry = (find_target if is_matched else find_exactly)(group.listed)
             entry = entry or find_for_parts(parts, find_target if is_compressed else find_exactly)
         if entry is not None or is_compressed or (self.method == "fp8" and not is_expert):
             return entry
-        return self.find_entry(matches, names.path, self.excluded)
+        return self.find_entry(matches, group.listed, self.excluded)
 
-    def _find_compressed(self, names: Names) -> Found:
-        if names.kind == "experts":
-            target = self.find_expert_target(self._take_first_expert(names))
+    def _find_compressed(self, group: LinearGroup) -> Found:
+        path = group.listed
+        if group.kind == "experts":
+            target = self.find_expert_target(path, self._list_first_expert(group))
         else:
             ways = ("class", "parts") if self.release.has(_CLASS_FIRST) else ("parts", "class")
-            target = self.find_target(names, "path", *ways)
+            parts = self.list_parts(group)
+            target = self.find_target(group.kind, path, "path", *ways, parts=parts)
         if target is None:
             return Unquantized(why="no config group has it")
         return read_compressed_group(
             self.targets[target], self.section.get("format"), CONFIG_FORMATS
         )
 
-    @staticmethod
-    def _take_first_expert(names: Names) -> Names:
-        """Leave the projections of the first expert, which decide for the layer."""
-        first = f"{names.parts[0].rpartition('.')[0]}."
-        parts = tuple(each for each in names.parts if each.startswith(first))
-        return names._replace(parts=parts)
+    def _list_first_expert(self, group: LinearGroup) -> list[str]:
+        """List the projections of the first expert, which decide for the layer."""
+        parts = self.list_parts(group)
+        first = f"{parts[0].rpartition('.')[0]}."
+        return [each for each in parts if each.startswith(first)]

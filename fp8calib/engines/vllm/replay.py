@@ -182,6 +182,18 @@ class _Replay:
         """The list `exclude` of a Quark config."""
         self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
         """The class of the model, vLLM's or transformers', has parameters for scales."""
+        has_none = release.has(PLACELESS, geometry.model_type) or not self._has_places
+        has_none = has_none or self.method in (None, KvMethod.NONE)
+        # an expression in the list of a Quark config can match some
+        targets = self._excluded if self.method is KvMethod.QUARK else []
+        self._places = {
+            path: layer.index
+            for layer, attention in (() if has_none else geometry.attentions())
+            if attention.kind == "heads" or self._expands
+            for path in (f"{attention.checkpoint_module}.attn",)
+            if not any(matches_target(target, path) for target in targets)
+        }
+        """The layers of the `Attention` modules that have parameters for scales, by path."""
         # vLLM runs a model without an output layer to embed text: `config/model.py`
         # (_get_default_runner_type, _SUFFIX_TO_DEFAULTS) and `models/registry.py`; 0.26.0 to
         # 0.33.0 read, 0.32.0 run with 10 types.
@@ -195,7 +207,7 @@ class _Replay:
 
     def report(self, *, on_gpus: bool) -> EngineReport:
         """Report on every layer with scales for e4m3fn."""
-        context, method, places = self._context, self.method, self._find_places()
+        context, method, places = self._context, self.method, self._places
         # vLLM makes `CompressedTensorsKVCacheMethod` only for an `Attention` with a config: not for
         # latent attention (`get_quant_method`; the same in 0.26.0 to 0.33.0, read).
         if self._is_compressed and places and (fault := find_scheme_fault(self._scheme)):
@@ -309,23 +321,6 @@ class _Replay:
             )
             if numbers:
                 yield (layer.layer, role), numbers, is_loaded
-
-    def _find_places(self) -> dict[str, int]:
-        """Find the `Attention` modules that have parameters for scales, with their layers.
-
-        An expression in the list `exclude` of a Quark config can match some.
-        """
-        has_none = self._release.has(PLACELESS, self._geometry.model_type)
-        if has_none or not self._has_places or self.method in (None, KvMethod.NONE):
-            return {}
-        targets = self._excluded if self.method is KvMethod.QUARK else []
-        return {
-            path: layer.index
-            for layer, attention in self._geometry.attentions()
-            if attention.kind == "heads" or self._expands
-            for path in (f"{attention.checkpoint_module}.attn",)
-            if not any(matches_target(target, path) for target in targets)
-        }
 
     def _explain_bare(self, attention: Attention) -> tuple[str, str] | None:
         """Say why no scale of a layer is used, and what to do; None where scales are used."""

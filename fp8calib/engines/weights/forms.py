@@ -47,79 +47,6 @@ class Expected:
     """It may hold zeros, as the scales of groups of zeros do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherScheme:
-    """A form of compressed-tensors that vLLM serves, and that is not FP8."""
-
-    form: str
-    bits: int
-    group_size: int
-    has_numbers: bool
-    """Each weight has one scale."""
-    has_static_inputs: bool
-
-    def list_expected(self, rows: int, columns: int) -> dict[str, Expected]:
-        """List the tensors of a linear of this form."""
-        number = Expected(shapes=_NUMBER, is_shared=True)
-        if self.form == _INT8:
-            expected = {
-                WEIGHT: Expected(shapes=((rows, columns),), dtypes=("I8",)),
-                _SCALE: Expected(
-                    shapes=_NUMBER if self.has_numbers else ((rows, 1),), may_be_zero=True
-                ),
-            }
-            return expected | ({INPUT_SCALE: number} if self.has_static_inputs else {})
-        if self.form == _INTS:  # of 4 or 8 bits in words of 32
-            groups = columns // self.group_size if self.group_size > 0 else 1
-            words = -(-columns * self.bits // 32)
-            return {
-                _PACKED: Expected(shapes=((rows, words),), dtypes=("I32",)),
-                _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
-                _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
-            }
-        expected = {
-            _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
-            _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
-            "weight_global_scale": Expected(shapes=_NUMBER),
-        }
-        return expected | ({"input_global_scale": number} if self.has_static_inputs else {})
-
-
-def list_expected(
-    group: LinearGroup,
-    linear: StoredLinear,
-    scheme: StoredScheme | OtherScheme,
-    dialect: Fp8Dialect,
-    renamed: Mapping[str, str],
-) -> Mapping[str, Expected]:
-    """List the tensors of a quantized linear, one of a group, by the last part of their names.
-
-    `renamed` are other names that the model's loader takes too.
-    """
-    if isinstance(scheme, OtherScheme):
-        return scheme.list_expected(*linear.shape)
-    # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
-    is_modelopt = dialect.has_variants and group.kind != "experts" and not scheme.is_mx
-    shapes = _NUMBER
-    if scheme.weights is Granularity.CHANNEL:
-        shapes = ((linear.shape[0],) if is_modelopt else (linear.shape[0], 1),)
-    elif scheme.weights is Granularity.BLOCK:
-        across, along = count_blocks(linear.shape, scheme.block)
-        shapes = ((across, 1, along, 1) if is_modelopt else (across, along),)
-    expected = {
-        WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
-        dialect.name_scale(scheme.weights): Expected(
-            shapes=shapes, dtypes=("U8",) if scheme.is_mx else _SCALE_DTYPES
-        ),
-    }
-    if scheme.inputs is InputScaling.STATIC:
-        expected[dialect.input_scale_name] = Expected(shapes=_NUMBER, is_shared=True)
-    return {
-        renamed[name] if renamed.get(name) in linear.tensors else name: each
-        for name, each in expected.items()
-    }
-
-
 _Word = Annotated[str, StringConstraints(to_lower=True)]
 _Dtype = Annotated[str, StringConstraints(pattern=r"^(torch\.)?b?(float|u?int)[0-9][0-9a-z_]*$")]
 
@@ -150,8 +77,8 @@ class _Quantizer(BaseModel, extra="forbid"):
         return f"{how}{self.type}{self.num_bits} per {strategy}{size}{block}{exponents}"
 
 
-class _Group(BaseModel, extra="forbid"):
-    """compressed-tensors' `QuantizationScheme`."""
+class CompressedGroup(BaseModel, extra="forbid"):
+    """compressed-tensors' `QuantizationScheme`, of a form that vLLM serves."""
 
     targets: list[str]
     weights: _Quantizer
@@ -164,6 +91,7 @@ _PLAIN = "16 bits"
 _INT8, _INTS, _NVFP4 = "int-quantized", "pack-quantized", "nvfp4-pack-quantized"
 _FP4 = "float4 per tensor_group of 16"
 _FP4_INPUTS = (_FP4, f"dynamic {_FP4}")
+_INT8_TENSOR = "int8 per tensor"
 
 
 def read_compressed_group(
@@ -172,7 +100,7 @@ def read_compressed_group(
     formats: Collection[str],
     *,
     reads_own_format: bool = True,
-) -> StoredScheme | OtherScheme:
+) -> StoredScheme | CompressedGroup:
     """Read the scheme of a group of `config_groups` in a config of the format `form`.
 
     `formats` are those for which the engine has schemes of FP8 weights; a format of the group's own
@@ -184,15 +112,16 @@ def read_compressed_group(
     if reads_own_format and group.get("format") is not None:
         form = group["format"]
     try:
-        read = _Group.model_validate(group)
+        read = CompressedGroup.model_validate(group)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
         raise Unjudged(f"{where} of a config group is of no form that is known") from error
     weights, inputs = str(read.weights), str(read.input_activations or _PLAIN)
-    found: StoredScheme | OtherScheme | None = None
+    found: StoredScheme | CompressedGroup | None = None
     if form not in formats or not weights.startswith("float8"):
-        found = _read_other(read.weights, weights, inputs, form)
+        if _is_served(read, weights, inputs, form):
+            found = read.model_copy(update={"format": form})
     else:
         with suppress(ModelError):
             scheme = read_scheme(Path(), "", group)
@@ -205,24 +134,76 @@ def read_compressed_group(
     return found
 
 
-def _read_other(
-    quantizer: _Quantizer, weights: str, inputs: str, form: object
-) -> OtherScheme | None:
-    """Read a form that is not FP8."""
-    bits = quantizer.num_bits
+def _is_served(group: CompressedGroup, weights: str, inputs: str, form: object) -> bool:
+    """Tell whether a group of this format, which is not FP8, is of a form that vLLM serves."""
+    bits = group.weights.num_bits
     is_packed = weights.startswith((f"int{bits} per group of", f"int{bits} per channel"))
     served = {
-        _INT8: weights in ("int8 per tensor", "int8 per channel")
-        and inputs in ("int8 per tensor", "dynamic int8 per token"),
+        _INT8: weights in (_INT8_TENSOR, "int8 per channel")
+        and inputs in (_INT8_TENSOR, "dynamic int8 per token"),
         _INTS: is_packed and bits in (4, 8) and inputs == _PLAIN,
         _NVFP4: weights == _FP4 and inputs in (_PLAIN, *_FP4_INPUTS),
     }
-    if not isinstance(form, str) or not served.get(form):
-        return None
-    return OtherScheme(
-        form=form,
-        bits=bits,
-        group_size=quantizer.group_size or 0,
-        has_numbers=weights == "int8 per tensor",
-        has_static_inputs=inputs in ("int8 per tensor", *_FP4_INPUTS),
-    )
+    return isinstance(form, str) and served.get(form, False)
+
+
+def _list_other_expected(group: CompressedGroup, rows: int, columns: int) -> dict[str, Expected]:
+    """List the tensors of a linear in a form that is not FP8."""
+    number = Expected(shapes=_NUMBER, is_shared=True)
+    inputs, size = str(group.input_activations), group.weights.group_size or 0
+    if group.format == _INT8:
+        has_number = str(group.weights) == _INT8_TENSOR
+        expected = {
+            WEIGHT: Expected(shapes=((rows, columns),), dtypes=("I8",)),
+            _SCALE: Expected(shapes=_NUMBER if has_number else ((rows, 1),), may_be_zero=True),
+        }
+        return expected | ({INPUT_SCALE: number} if inputs == _INT8_TENSOR else {})
+    if group.format == _INTS:  # of 4 or 8 bits in words of 32
+        words = -(-columns * group.weights.num_bits // 32)
+        num_groups = columns // size if size > 0 else 1
+        return {
+            _PACKED: Expected(shapes=((rows, words),), dtypes=("I32",)),
+            _SCALE: Expected(shapes=((rows, num_groups),), may_be_zero=True),
+            _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
+        }
+    expected = {
+        _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
+        _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
+        "weight_global_scale": Expected(shapes=_NUMBER),
+    }
+    return expected | ({"input_global_scale": number} if inputs in _FP4_INPUTS else {})
+
+
+def list_expected(
+    group: LinearGroup,
+    linear: StoredLinear,
+    scheme: StoredScheme | CompressedGroup,
+    dialect: Fp8Dialect,
+    renamed: Mapping[str, str],
+) -> Mapping[str, Expected]:
+    """List the tensors of a quantized linear, one of a group, by the last part of their names.
+
+    `renamed` are other names that the model's loader takes too.
+    """
+    if isinstance(scheme, CompressedGroup):
+        return _list_other_expected(scheme, *linear.shape)
+    # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
+    is_modelopt = dialect.has_variants and group.kind != "experts" and not scheme.is_mx
+    shapes = _NUMBER
+    if scheme.weights is Granularity.CHANNEL:
+        shapes = ((linear.shape[0],) if is_modelopt else (linear.shape[0], 1),)
+    elif scheme.weights is Granularity.BLOCK:
+        across, along = count_blocks(linear.shape, scheme.block)
+        shapes = ((across, 1, along, 1) if is_modelopt else (across, along),)
+    expected = {
+        WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
+        dialect.name_scale(scheme.weights): Expected(
+            shapes=shapes, dtypes=("U8",) if scheme.is_mx else _SCALE_DTYPES
+        ),
+    }
+    if scheme.inputs is InputScaling.STATIC:
+        expected[dialect.input_scale_name] = Expected(shapes=_NUMBER, is_shared=True)
+    return {
+        renamed[name] if renamed.get(name) in linear.tensors else name: each
+        for name, each in expected.items()
+    }

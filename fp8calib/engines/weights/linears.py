@@ -90,8 +90,8 @@ class LinearGroup:
     state: str = ""
     """How the engine's class creates it, as `CreatedLinear.state` says; empty if that is not
     known, and `stored` where no map of classes is asked."""
-    listed: str = ""
-    """What the lists of a config call it; empty for the path."""
+    listed: str
+    """What the lists of a config call it."""
 
 
 def list_groups(
@@ -150,7 +150,7 @@ def list_groups(
             kind="experts",
             members=tuple(members),
             state="" if created is None else created.state,
-            listed="" if created is None else fill_pattern(created.path, path),
+            listed=path if created is None else fill_pattern(created.path, path),
         )
 
 
@@ -199,6 +199,7 @@ def _join(
             kind="head" if linear.projection in HEADS else "linear",
             members=(linear,),
             state="stored" if is_left and not is_drafted(module, 0) else "",
+            listed=module,
         )
     for (_, created), members in joined.items():
         joint = tuple(members[part] for part in dict.fromkeys(created.parts) if part in members)

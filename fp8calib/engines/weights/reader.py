@@ -13,11 +13,10 @@ Both engines check the config of auto-round before they read a weight: vLLM 0.32
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import TEXT_KEYS
@@ -26,7 +25,7 @@ from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.weights.forms import OtherScheme
+from fp8calib.engines.weights.forms import CompressedGroup
 from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
@@ -66,20 +65,8 @@ class Unquantized:
     """Whether the config lists it among what is not quantized."""
 
 
-Found = StoredScheme | OtherScheme | Unquantized
+Found = StoredScheme | CompressedGroup | Unquantized
 """How an engine creates a group."""
-
-
-class Names(NamedTuple):
-    """What the lists of a config may call a group of linears."""
-
-    path: str
-    """The joined module."""
-    parts: tuple[str, ...]
-    """Its projections."""
-    kind: str
-    state: str
-    """As `LinearGroup` has them."""
 
 
 class LinearReader(ABC):
@@ -93,6 +80,8 @@ class LinearReader(ABC):
     fp8_methods: tuple[str, ...] = ("fp8",)
     fp8_algorithms: tuple[str, ...] = ()
     """By what the engine reads a config as one of its `fp8` method."""
+    joins_names: bool = False
+    """The config has to name a joined linear; if not, it may name its parts."""
     renamed: Mapping[str, str] = MappingProxyType({})
     """Names of scales, and others that the model's loader takes too."""
 
@@ -132,16 +121,16 @@ class LinearReader(ABC):
         """List what the config leaves unquantized."""
 
     @abstractmethod
-    def _find_excluded(self, names: Names) -> str | None:
+    def _find_excluded(self, group: LinearGroup) -> str | None:
         """Find the entry of that list that excludes a group, by the rules of the method."""
 
     @abstractmethod
-    def _find_compressed(self, names: Names) -> Found:
+    def _find_compressed(self, group: LinearGroup) -> Found:
         """Find the scheme of a group that compressed-tensors does not exclude."""
 
-    def _quantizes_mixed(self, names: Names, algorithm: str) -> bool:
+    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Check whether the release quantizes a group of mixed precision by `algorithm`."""
-        what = "expert" if names.kind == "experts" else "linear"
+        what = "expert" if group.kind == "experts" else "linear"
         return algorithm in self.release.values[f"mixed precision {what}"]
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
@@ -157,35 +146,35 @@ class LinearReader(ABC):
         """Find the scheme by which the engine creates a group; `Refusal` where it does not."""
         if group.state == "plain":
             return Unquantized(why="the engine's class creates it without the config")
-        return self.find_configured(self.name_as_listed(group))
+        return self.find_configured(group)
 
-    def name_as_listed(self, group: LinearGroup) -> Names:
-        """Name a group as the engine does where it compares it with the lists of a config."""
-        path = group.listed or group.path
+    def list_parts(self, group: LinearGroup) -> list[str]:
+        """Name the projections of a group as the engine does in the lists of a config."""
+        path = group.listed
+        if self.joins_names and group.state == "joined":
+            return [path]
         if path == group.path:
-            parts = [each.module for each in group.members]
-        elif group.kind == "experts":
-            parts = [f"{path}{each.module.removeprefix(group.path)}" for each in group.members]
-        elif len(group.members) == 1:
-            parts = [path]
-        else:
-            parts = [f"{path.rpartition('.')[0]}.{each.projection}" for each in group.members]
-        return Names(path, tuple(parts), group.kind, group.state)
+            return [each.module for each in group.members]
+        if group.kind == "experts":
+            return [f"{path}{each.module.removeprefix(group.path)}" for each in group.members]
+        if len(group.members) == 1:
+            return [path]
+        return [f"{path.rpartition('.')[0]}.{each.projection}" for each in group.members]
 
-    def find_configured(self, names: Names) -> Found:
+    def find_configured(self, group: LinearGroup) -> Found:
         """Find the scheme that the config gives to a group; refuse it as the engine does."""
-        if self.is_fp8 and names.kind == "head":
+        if self.is_fp8 and group.kind == "head":
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
         if not self.method and not self.is_fp8:
             return Unquantized(why="config.json names no quant_method")
         if not self._has_rules and not self.is_fp8:
-            return self._find_named(names)
-        if (entry := self._find_excluded(names)) is not None:
+            return self._find_named(group)
+        if (entry := self._find_excluded(group)) is not None:
             return Unquantized(why=f"the config excludes {entry!a:.80}", is_excluded=True)
         if self.is_fp8:
             return self._find_fp8()
         is_compressed = self.method == "compressed-tensors"
-        return self._find_compressed(names) if is_compressed else self._find_modelopt(names)
+        return self._find_compressed(group) if is_compressed else self._find_modelopt(group)
 
     def _find_fp8(self) -> StoredScheme:
         """Find the scheme of the `fp8` method, which has one for all linears."""
@@ -201,29 +190,30 @@ class LinearReader(ABC):
         size = (block[0], block[1])
         return StoredScheme(weights=Granularity.BLOCK, block=size, inputs=InputScaling.GROUP)
 
-    def _find_modelopt(self, names: Names) -> Found:
+    def _find_modelopt(self, group: LinearGroup) -> Found:
         """Find a group's scheme by ModelOpt's rules: one algorithm for all, or mixed precision."""
-        if any(part in names.path for part in _VISION):
+        if any(part in group.listed for part in _VISION):
             return Unquantized(why="the engine's ModelOpt method does not quantize vision towers")
         is_mixed = self.algorithm == "MIXED_PRECISION"
-        algorithm = self._find_algorithm(names) if is_mixed else self.algorithm
+        algorithm = self._find_algorithm(group) if is_mixed else self.algorithm
         if algorithm in ("", "NONE"):
             unlisted = "quantized_layers does not list it"
             return Unquantized(why="the config names no quant_algo" if algorithm else unlisted)
         scheme = read_algorithm(algorithm)
         if scheme is None:
             raise Unjudged(f"weights of quant_algo {algorithm!a:.40} are not judged offline")
-        if is_mixed and not self._quantizes_mixed(names, algorithm):
+        if is_mixed and not self._quantizes_mixed(group, algorithm):
             return Unquantized(why=f"this release does not quantize {algorithm} here")
         return scheme
 
-    def _find_algorithm(self, names: Names) -> str:
+    def _find_algorithm(self, group: LinearGroup) -> str:
         """Find a group's algorithm in a mixed precision; empty if it is not listed."""
         listed = self.section.get("quantized_layers")
         layers = listed if isinstance(listed, dict) else {}
-        keys = [names.path, *names.parts]
-        if names.kind == "experts":
-            starts = (f"{names.path}.", names.path.removesuffix("experts"))
+        path, parts = group.listed, self.list_parts(group)
+        keys = [path, *parts]
+        if group.kind == "experts":
+            starts = (f"{path}.", path.removesuffix("experts"))
             keys = [name for start in starts for name in layers if name.startswith(start)][:1]
         found = {
             str(fields.get("quant_algo")).upper()
@@ -231,57 +221,53 @@ class LinearReader(ABC):
             if isinstance(fields := layers.get(name), dict)
         }
         if len(found) > 1:
-            joined, algorithms = name_fused_group(names.parts[0]), " and ".join(sorted(found))
+            joined, algorithms = name_fused_group(parts[0]), " and ".join(sorted(found))
             why = f"{joined} becomes one weight, but has the quant_algo {algorithms} (ValueError)"
             raise Refusal(why, fix=_PART_FIX)
         return found.pop() if found else ""
 
-    def _find_named(self, names: Names) -> Found:
+    def _find_named(self, group: LinearGroup) -> Found:
         """Find a group's scheme by what the folder's dialect says of the path of each linear."""
         if self._find_stored is None:
             raise Unjudged(f"weights of quant_method {self.method!a:.40} are not judged offline")
         schemes: dict[str, StoredScheme] = {}
-        why = ""
-        for part in names.parts:
+        why, parts = "", self.list_parts(group)
+        for part in parts:
             try:
                 schemes[part] = self._find_stored(part)
             except ContradictionError as error:
                 why = error.message.partition("is FP8, but ")[2] or error.message
             except ModelError as error:
                 raise Unjudged(error.message) from error
-        if find_for_parts(names, lambda part: None if part in schemes else part) is not None:
+        if find_for_parts(parts, lambda part: None if part in schemes else part) is not None:
             return Unquantized(why=why)
         if len(set(schemes.values())) > 1:
-            raise Unjudged(f"the linears of {names.path} have several schemes")
+            raise Unjudged(f"the linears of {group.listed} have several schemes")
         return next(iter(schemes.values()))
-
-    def spell(self, path: str) -> list[str]:
-        """List the spellings of a module's path."""
-        if not self._is_wrapped:
-            return [path]
-        parts = path.split(".")
-        while len(parts) > 1 and parts[0] in _WRAPPERS:
-            del parts[0]
-        tail = ".".join(parts)
-        return [path, *(f"{prefix}{tail}" for prefix in _PREFIXES)]
 
     def find_entry(
         self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
     ) -> str | None:
         """Find the first entry of a list that matches a module's path in one of its spellings."""
-        spellings = self.spell(path)
+        spellings, parts = [path], path.split(".")
+        if self._is_wrapped:
+            while len(parts) > 1 and parts[0] in _WRAPPERS:
+                del parts[0]
+            spellings += [f"{prefix}{'.'.join(parts)}" for prefix in _PREFIXES]
         return next((each for each in entries if any(matches(each, s) for s in spellings)), None)
 
-    def find_target(self, names: Names, *ways: str) -> str | None:
+    def find_target(
+        self, kind: str, path: str, *ways: str, parts: Sequence[str] = ()
+    ) -> str | None:
         """Find the target of a config group for a linear, in several ways one after another.
 
         The ways are `path`, that of the whole; `parts`, that of the first projection, where all
         have one; `class`, Linear, of which the output layer is not.
         """
         for way in ways:
-            paths = names.parts if way == "parts" else (names.path,)
+            paths = parts if way == "parts" else (path,)
             if way == "class":
-                found = [self._find_class_target(names.kind)]
+                found = [self._find_class_target(kind)]
             else:
                 found = [self.find_entry(matches_target, each, self.targets) for each in paths]
             if None not in found:
@@ -300,13 +286,12 @@ class LinearReader(ABC):
                 raise Unjudged(why, fix=_TARGET_FIX)
         return "Linear" if kind != "head" and "Linear" in self.targets else None
 
-    def find_expert_target(self, names: Names) -> str | None:
-        """Find the target of a layer's experts; `names` are those of the first one."""
-        singles = (names._replace(path=part) for part in names.parts)
-        targets = [self.find_target(single, "path", "class") for single in singles]
+    def find_expert_target(self, path: str, parts: Sequence[str]) -> str | None:
+        """Find the target of a layer's experts; `parts` are the projections of the first one."""
+        targets = [self.find_target("experts", part, "path", "class") for part in parts]
         found = [self.targets.get(each or "") for each in targets]
         if any(each != found[0] for each in found[1:]):
-            why = f"the projections of {names.path} are in several config groups (ValueError)"
+            why = f"the projections of {path} are in several config groups (ValueError)"
             raise Refusal(why, fix=_PART_FIX)
         return targets[0]
 
@@ -326,14 +311,14 @@ class LinearReader(ABC):
         raise Refusal(f"{what} ({error})", fix=", or ".join(fixes))
 
 
-def find_for_parts(names: Names, find: Callable[[str], str | None]) -> str | None:
+def find_for_parts(parts: Sequence[str], find: Callable[[str], str | None]) -> str | None:
     """Find the entry of a list for the projections of a group; refuse one that covers only some.
 
     `find` gives the entry for the path of a projection, or None.
     """
-    found = [find(part) for part in names.parts]
+    found = [find(part) for part in parts]
     if None in found and any(each is not None for each in found):
-        joined = name_fused_group(names.parts[0])
+        joined = name_fused_group(parts[0])
         why = f"{joined} becomes one weight, and the config quantizes a part of it (ValueError)"
         raise Refusal(why, fix=_PART_FIX)
     return found[0]
