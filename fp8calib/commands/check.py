@@ -16,7 +16,7 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result
-from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
+from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed, list_replayed
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Reports
 from fp8calib.engines.status import Status
 from fp8calib.errors import (
@@ -58,7 +58,7 @@ class CheckRequest:
     _: KW_ONLY
     engine: str | Sequence[str] | None = option(
         "--engine NAME[==VERSION]",
-        f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
+        f"{', '.join(list_replayed())}; default {', '.join(DEFAULT_ENGINES)}.",
         reads=list[str],
         check=_check_engines,
         default=None,

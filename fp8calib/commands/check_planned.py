@@ -12,7 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_class
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.registry import list_defaults
+from fp8calib.engines.registry import DEFAULT_ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Reports
 from fp8calib.engines.weights.parameters import find_first_fault
@@ -67,7 +67,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> tuple[str, ModelGeomet
         The note, also where only one engine can load it, empty if there is nothing to note; and the
         shape of the model.
     """
-    reports, unchecked, geometry = _replay_plan(plan, source, list_defaults())
+    reports, unchecked, geometry = _replay_plan(plan, source, DEFAULT_ENGINES)
     if unchecked:
         return unchecked, geometry
     able = [engine for engine, report in reports.items() if not report.load_fault]

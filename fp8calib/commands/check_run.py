@@ -25,7 +25,7 @@ from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
 from fp8calib.commands.options import Stats
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_folder, doubt_configs
-from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed
 from fp8calib.engines.replay.folder import (
     ScaleFolder,
     make_stand_in_geometry,
@@ -68,7 +68,7 @@ def replay_path(
     The options are those of `CheckRequest`; `progress` shows how much of the weights was read.
     """
     named = [engine] if isinstance(engine, str) else engine
-    names = (part.strip() for each in named or list_defaults() for part in each.split(","))
+    names = (part.strip() for each in named or DEFAULT_ENGINES for part in each.split(","))
     engines = {find_replayed(name).key: name for name in names}  # each release once
     folder = open_folder(path) if path.is_dir() else None
     base = _open_model(path, folder, model)

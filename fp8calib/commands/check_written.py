@@ -10,7 +10,7 @@ from fp8calib.commands.card import write_card
 from fp8calib.commands.check_run import replay_path
 from fp8calib.commands.options import Model
 from fp8calib.commands.result import WrittenCheck
-from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
@@ -41,7 +41,7 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
     """
     folder = open_folder(written)
     faults: dict[str, str] = {}
-    for name in list_defaults():
+    for name in DEFAULT_ENGINES:
         engine = find_replayed(name)
         assert engine.replay_folder is not None  # noqa: S101 -- the default engines have one
         try:
@@ -113,7 +113,7 @@ def _check(
     stats: RunStats | None,
 ) -> Iterator[WrittenCheck]:
     """Say what the default engines do with a checkpoint."""
-    engines = list(map(find_replayed, list_defaults()))
+    engines = list(map(find_replayed, DEFAULT_ENGINES))
     try:
         found = replay_path(written, stats=stats)
     except Fp8CalibError as error:

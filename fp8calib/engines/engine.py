@@ -114,7 +114,8 @@ class Engine:
         parts += ["--revision", shlex.quote(revision)] if revision is not None else []
         parts += [self.kv_flag] if has_kv else []
         parts += [self.trust_flag] * trusts_code
-        return " ".join(parts + [self.spell_skip(plain_caches)] * bool(plain_caches))
+        parts += [self.spell_skip(plain_caches)] if plain_caches else []
+        return " ".join(parts)
 
     def spell_skip(self, layers: Collection[int]) -> str:
         """Spell the option that leaves the KV cache of layers unquantized; empty without layers."""

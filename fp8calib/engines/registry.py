@@ -61,6 +61,8 @@ def register_engine(engine: Engine) -> None:
 
 for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, _TRANSFORMERS, *load_all("engines")):
     register_engine(_engine)
+DEFAULT_ENGINES = tuple(key for key, engine in ENGINES.items() if engine.is_default)
+"""The keys of those that `check` asks where none is named."""
 
 
 def list_emulated() -> list[str]:
@@ -81,11 +83,6 @@ def list_offering(name: str) -> list[str]:
 def list_replayed() -> list[str]:
     """List the keys of the engines whose loading `check` replays."""
     return [key for key, engine in ENGINES.items() if engine.replay_folder or engine.replay_json]
-
-
-def list_defaults() -> list[str]:
-    """List the keys of the engines that `check` asks where none is named."""
-    return [key for key, engine in ENGINES.items() if engine.is_default]
 
 
 def find_emulated(name: str) -> tuple[Engine, Numerics]:

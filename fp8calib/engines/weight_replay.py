@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.classes import UNTIED, find_class_map, list_class_facts
+from fp8calib.engines.facts.classes import UNTIED, find_class_map, read_class_facts
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     Finding,
@@ -83,7 +83,7 @@ def _list_findings(
         classes = {} if facts is None else find_class_map(facts, name)
         may_refuse = any(each.state == "refused" for made in classes.values() for each in made)
         if stored.folder.tensors and facts is not None:
-            is_own = UNTIED in list_class_facts(facts, name)
+            is_own = UNTIED in read_class_facts(facts.key)[facts.version].get(name, ())
             found += judge_head(rules, classes, stored, is_own=is_own)
         if may_refuse or not stored.is_plain:
             from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fp8calib.commands.check import CheckResult
 from fp8calib.engines.check import check_folder
-from fp8calib.engines.registry import list_defaults
+from fp8calib.engines.registry import DEFAULT_ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from tests.checkpoint.handmade import describe, pack
 from tests.engines.check_handmade import (
@@ -128,7 +128,7 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("engine", list_defaults())
+@pytest.mark.parametrize("engine", DEFAULT_ENGINES)
 @pytest.mark.parametrize("raw", HEADERS.values(), ids=HEADERS)
 def test_a_damaged_file_that_is_opened_is_refused(folder: Path, engine: str, raw: bytes) -> None:
     (folder / SCALES).write_bytes(raw)
@@ -172,7 +172,7 @@ def test_no_config_makes_it_stumble(
     document = {"model_type": "llama", "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(document))
 
-    reports = check_folder(open_folder(folder), plain_geometry(), list_defaults(), 1)
+    reports = check_folder(open_folder(folder), plain_geometry(), DEFAULT_ENGINES, 1)
 
-    assert list(reports) == list_defaults()
+    assert tuple(reports) == DEFAULT_ENGINES
     json.dumps(CheckResult(engines=reports).to_json(), allow_nan=False)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -114,7 +114,7 @@ def find_class_map(release: Release, architecture: str) -> ClassMap:
     What its layers have is said of the layers of its drafter too.
     """
     found: dict[str, tuple[CreatedLinear, ...]] = {}
-    facts = list_class_facts(release, architecture)
+    facts = read_class_facts(release.key)[release.version].get(architecture, ())
     for fact in facts:
         if not fact.startswith(OTHERS):
             created = CreatedLinear.parse(fact)
@@ -128,16 +128,11 @@ def find_class_map(release: Release, architecture: str) -> ClassMap:
 
 def list_read_fields(release: Release, architecture: str) -> list[str]:
     """List the fields of config.json without which the class of an architecture is not built."""
-    facts = list_class_facts(release, architecture)
+    facts = read_class_facts(release.key)[release.version].get(architecture, ())
     fields = [each.removeprefix(READS) for each in facts if each.startswith(READS)]
     if architecture.endswith("ForCausalLM"):  # of others a tower's config may lack it
         fields += [found[1] for each in facts if (found := _LACKING.match(each))]
     return fields
-
-
-def list_class_facts(release: Release, architecture: str) -> Sequence[str]:
-    """List the facts about the class of an architecture."""
-    return read_class_facts(release.key).get(release.version, {}).get(architecture, ())
 
 
 @cache

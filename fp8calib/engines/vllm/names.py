@@ -147,7 +147,7 @@ class WeightLoader:
     def _map_name(self, name: str) -> str:
         """Give the name of the parameter that the loader looks for."""
         root = self._release.find_value(ADDED_ROOTS, self._context.geometry.model_type)
-        if self._kind is _BACKEND:  # what the checkpoint calls its `model.`
+        if self._kind == _BACKEND:  # what the checkpoint calls its `model.`
             root = next((f"{path.partition('.')[0]}." for path in self._attends), "model.")
         if root and name.partition(".")[0] not in self._roots:
             name = f"{root}{name}"
@@ -186,7 +186,7 @@ class WeightLoader:
         ignores_companions = self._release.has(_IGNORES_COMPANIONS, model_type)
         if is_of_weight and not is_renamed and ignores_companions:
             return parent in self._stored
-        if self._kind is _LENIENT:
+        if self._kind == _LENIENT:
             has_root = mapped.partition(".")[0] in self._roots
             if self._release.has(_SKIPS_ALL, model_type):
                 return has_root and not is_renamed
@@ -218,7 +218,7 @@ class WeightLoader:
             if not (why := self.find_fault(name)):
                 continue
             stored = self._context.scales.get(name)
-            is_inner = self._kind is _UNFORGIVING and module in self._attends
+            is_inner = self._kind == _UNFORGIVING and module in self._attends
             fix = _INNER_FIX if is_inner else NAMES_FIX
             if self._release.has(PLACELESS, geometry.model_type) and not is_companion:
                 owner = f"vLLM's attention of {geometry.model_type}"

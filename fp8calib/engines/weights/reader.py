@@ -262,29 +262,24 @@ class LinearReader(ABC):
         """Find the target of a config group for a linear, in several ways one after another.
 
         The ways are `path`, that of the whole; `parts`, that of the first projection, where all
-        have one; `class`, Linear, of which the output layer is not.
+        have one; `class`, Linear, of which the output layer is not. Another class is not judged:
+        engines compare it with classes of their own.
         """
         for way in ways:
-            paths = parts if way == "parts" else (path,)
-            if way == "class":
-                found = [self._find_class_target(kind)]
-            else:
+            if way != "class":
+                paths = parts if way == "parts" else (path,)
                 found = [self.find_entry(matches_target, each, self.targets) for each in paths]
-            if None not in found:
-                return found[0]
+                if None not in found:
+                    return found[0]
+                continue
+            for target in self.targets:
+                is_known = target == "Linear" or "." in target or target.endswith("Attention")
+                if not is_known and not target.startswith("re:"):
+                    why = f"the target {target!a:.40} is neither a path nor the class Linear"
+                    raise Unjudged(why, fix=_TARGET_FIX)
+            if kind != "head" and "Linear" in self.targets:
+                return "Linear"
         return None
-
-    def _find_class_target(self, kind: str) -> str | None:
-        """Give the target Linear if the config has it.
-
-        Another class is not judged: engines compare it with classes of their own.
-        """
-        for target in self.targets:
-            is_known = target == "Linear" or "." in target or target.endswith("Attention")
-            if not is_known and not target.startswith("re:"):
-                why = f"the target {target!a:.40} is neither a path nor the class Linear"
-                raise Unjudged(why, fix=_TARGET_FIX)
-        return "Linear" if kind != "head" and "Linear" in self.targets else None
 
     def find_expert_target(self, path: str, parts: Sequence[str]) -> str | None:
         """Find the target of a layer's experts; `parts` are the projections of the first one."""

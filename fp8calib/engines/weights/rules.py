@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,15 +50,10 @@ class WeightRule:
 
 
 @cache
-def _read_rules() -> Mapping[str, Sequence[WeightRule]]:
-    """Read the rules of engines, for all of their releases."""
-    path = FOLDER / "weight_rules.json"
-    return TypeAdapter(dict[str, list[WeightRule]]).validate_json(path.read_bytes())
-
-
 def read_weight_rules(release: Release | None) -> Sequence[WeightRule]:
     """Read the rules that hold for a release of an engine; none where nothing is known of it."""
     if release is None:
         return ()
-    rules = _read_rules()[release.key]
+    written = (FOLDER / "weight_rules.json").read_bytes()
+    rules = TypeAdapter(dict[str, list[WeightRule]]).validate_json(written)[release.key]
     return [rule for rule in rules if not (rule.lacking and release.has(rule.lacking))]
