@@ -161,7 +161,7 @@ class _Check:
     def find_refusal(self, engine: Engine) -> Refusal | None:
         """Say why an engine does not start, whatever its files hold; None if it may."""
         facts = engine.facts
-        if facts is None:
+        if not facts.key:
             return None
         try:
             check_heads(self.geometry, self.tp)

@@ -14,14 +14,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.engines.facts.release import Release
+from fp8calib.engines.facts.release import NO_FACTS, Release
 from fp8calib.engines.status import Evidence
 
 if TYPE_CHECKING:
     from fp8calib.engines.arithmetic import Numerics
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.engines.weights.name_rules import NameRules
     from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.engines.weights.rules import WeightRule
     from fp8calib.model.geometry import ModelGeometry
@@ -55,8 +54,8 @@ class Engine:
     """What to know of the rules: that another version was asked for, or what was not read."""
     is_default: bool = False
     """`check` asks it where no --engine is given."""
-    facts: Release | None = None
-    """What is true of this release; None where nothing but `version` is known of releases."""
+    facts: Release = NO_FACTS
+    """What is true of this release."""
     command: str = ""
     """Starts a server: everything before the model; empty where it has no command of its own."""
     kv_flag: str = ""
@@ -91,8 +90,6 @@ class Engine:
     None for one whose own loader is run: `replay_folder` reports on the weights too."""
     weight_rules: tuple[WeightRule, ...] = ()
     """Rules beside those of `facts`, as of a plug-in."""
-    name_rules: NameRules | None = None
-    """Which names of tensors it takes beside those of the model's class."""
 
     def spell_launch(
         self,

@@ -77,8 +77,7 @@ _MULTIPLIES = "GPU multiplies quantized inputs in"
 
 def knows_gpus(engine: Engine) -> bool:
     """Tell whether it is known what an engine serves on GPUs."""
-    facts = engine.facts
-    return facts is not None and not engine.is_on_cpu and _STORES in facts.values
+    return not engine.is_on_cpu and _STORES in engine.facts.values
 
 
 @cache
@@ -118,7 +117,7 @@ def list_backends(
 
     On any of the generations of GPUs; `head_sizes` are the model's.
     """
-    if not knows_gpus(engine) or engine.facts is None or not set(head_sizes).issubset(HEAD_SIZES):
+    if not knows_gpus(engine) or not set(head_sizes).issubset(HEAD_SIZES):
         return ()
     storage = _read_storage(engine.facts)
     known = [each for place in generations for each in storage.get((cache_type, place), ())]
@@ -151,7 +150,7 @@ def explain_unserved(
 
 def list_unmultiplied(engine: Engine, gpu: str) -> frozenset[str]:
     """List which of `fp8` and `mxfp8` a GPU cannot multiply: inputs then stay in 16 bits."""
-    if not knows_gpus(engine) or engine.facts is None:
+    if not knows_gpus(engine):
         return frozenset()
     kinds = (value.split(": ") for value in engine.facts.values[_MULTIPLIES])
     return frozenset(kind for kind, places in kinds if GPUS[gpu] not in places.split(", "))

@@ -140,7 +140,7 @@ def _find_release(releases: tuple[Engine, ...], named: str) -> Engine | None:
             return each
     newest = releases[0]
     wanted = parse_version(named)
-    if not wanted or newest.facts is None:
+    if not wanted or not newest.facts.key:
         return None
     minor = len(parse_version(newest.facts.name))
     for each in releases:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.classes import UNTIED, find_class_map, read_class_facts
+from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     Finding,
@@ -26,7 +26,6 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.layers import find_decoder
-from fp8calib.engines.weights.name_rules import NameRules
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head
 from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.model.drafters import find_promise, is_drafted
@@ -75,16 +74,14 @@ def _list_findings(
     engine: Engine, stored: OpenedWeights, tp: int
 ) -> tuple[LinearCount | None, list[Finding]]:
     """List what an engine does with the weights other than loading them as they are."""
-    geometry, rules = stored.geometry, engine.name_rules or NameRules()
+    geometry, facts = stored.geometry, engine.facts
     count: LinearCount | None = None
     found: list[Finding] = []
     if not stored.has_old_blocks:
-        facts, name = engine.facts, geometry.architecture
-        classes = {} if facts is None else find_class_map(facts, name)
+        classes = find_class_map(facts, geometry.architecture) if facts.key else {}
         may_refuse = any(each.state == "refused" for made in classes.values() for each in made)
-        if stored.folder.tensors and facts is not None:
-            is_own = UNTIED in read_class_facts(facts.key)[facts.version].get(name, ())
-            found += judge_head(rules, classes, stored, is_own=is_own)
+        if stored.folder.tensors and facts.key:
+            found += judge_head(facts, classes, stored)
         if may_refuse or not stored.is_plain:
             from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code
                 compare_linears,
@@ -97,7 +94,7 @@ def _list_findings(
                 if not isinstance(refusal, Unjudged):
                     return None, found
     if stored.folder.tensors:
-        found += compare_parameters(rules, stored)
+        found += compare_parameters(facts, stored)
     found += (Finding(status=Status.UNKNOWN, why=why) for why in stored.doubts)
     is_whole = any(len(each.shape) > 1 for each in stored.tensors.values())
     if is_whole and (promise := find_promise(stored.folder.config)):

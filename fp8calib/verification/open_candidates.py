@@ -257,7 +257,7 @@ def _replay_all(
     places = {each.name: find_candidate(each.name) for each in opened if each.stats is None}
     has_folder = not model.is_live and model.checkpoint.has_weights
     is_unquantized = has_folder and not model.checkpoint.form
-    if is_unquantized and (engine.name_rules is None or not is_common(model)):
+    if is_unquantized and (engine.make_reader is None or not is_common(model)):
         places[SCALE_ONE] = model.source.folder
     for name, path in places.items():
         if (report := _replay(path, engine)) is not None:

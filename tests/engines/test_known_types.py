@@ -33,9 +33,7 @@ CASES = [  # of transformers' and the engines' own files, read
 
 @pytest.mark.parametrize(("engine", "model_type", "demanded"), CASES)
 def test_what_a_release_demands_decides(engine: str, model_type: str, demanded: str) -> None:
-    facts = find_replayed(engine).facts
-    assert facts is not None
-    why = explain_type(facts, model_type)
+    why = explain_type(find_replayed(engine).facts, model_type)
     assert (f" demands transformers {demanded}, " in why) == bool(demanded)
     assert bool(why) == bool(demanded)
 

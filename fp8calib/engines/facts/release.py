@@ -54,6 +54,12 @@ class Release:
         return next((value for name, _, value in pairs if name == key), "")
 
 
+NO_FACTS = Release(
+    engine="", key="", package="", version="", name="", evidence="read", values={}, begins={}
+)
+"""Those of an engine about which there is no file."""
+
+
 def parse_version(version: str) -> tuple[int, ...]:
     """Parse the release numbers of a version; empty if it has none, as a commit."""
     match = re.match(r"\d+(?:\.\d+)+(?!.*=)|\d+$", version, re.ASCII)

@@ -7,16 +7,10 @@ from functools import partial
 
 from fp8calib.engines.engine import SCALE_FACTOR, Engine, call
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
-from fp8calib.engines.weights.name_rules import NameRules
 
 _HERE = "fp8calib.engines.sglang"
 _NUMERICS = partial(call, "fp8calib.engines.arithmetic:read_numerics", "sglang")
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.5.23"
-_NAME_RULES = NameRules(
-    is_silent=True,  # srt/model_loader/loader.py load_weights_and_postprocess compares nothing
-    bare_types=("gpt2",),
-    tied_types=("gemma", "gemma2", "gemma3_text", "gemma3n_text"),  # not read
-)
 
 
 def _make_engine(release: Release) -> Engine:
@@ -34,7 +28,6 @@ def _make_engine(release: Release) -> Engine:
         replay_folder=partial(call, f"{_HERE}.replay:replay_sglang", release),
         replay_json=partial(call, f"{_HERE}.replay:replay_json", release),
         make_reader=partial(call, f"{_HERE}.linears:SglangReader.open", release),
-        name_rules=_NAME_RULES,
     )
 
 

@@ -6,15 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 from fp8calib.engines.engine import Engine, call
-from fp8calib.engines.facts.release import ADDED_ROOTS, VLLM_RELEASES, VLLM_RUN, Release
-from fp8calib.engines.weights.name_rules import NameRules
+from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 
 _HERE = "fp8calib.engines.vllm"
 _SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 """vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers."""
-_HEADLESS = "class of this model type has no output layer"
-_REFUSED_TIES = "class of this model type stops at a tied output layer"
-_UNTIES = "stored lm_head.weight is loaded, though config.json ties it"
 
 
 def _make_engine(release: Release) -> Engine:
@@ -33,15 +29,6 @@ def _make_engine(release: Release) -> Engine:
         replay_folder=partial(call, f"{_HERE}.replay:replay_vllm", release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         make_reader=partial(call, f"{_HERE}.linears:VllmReader.open", release),
-        name_rules=NameRules(
-            is_silent_if_quantized=True,
-            bare_types=tuple(each.partition(": ")[0] for each in release.values[ADDED_ROOTS]),
-            skipped_experts=("glm4_moe", "qwen3_moe"),
-            headless_types=release.values[_HEADLESS],
-            untied_types=release.values[_REFUSED_TIES],
-            unties_stored=release.has(_UNTIES),
-            tied_types=("Gemma3ForConditionalGeneration",),  # its text_config decides, not run
-        ),
     )
 
 

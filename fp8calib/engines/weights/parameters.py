@@ -14,7 +14,8 @@ from itertools import chain, product
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
-from fp8calib.engines.facts.classes import ClassMap, make_pattern
+from fp8calib.engines.facts.classes import UNTIED, ClassMap, make_pattern, read_class_facts
+from fp8calib.engines.facts.release import ADDED_ROOTS, Release
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.layers import (
@@ -25,7 +26,6 @@ from fp8calib.engines.weights.layers import (
     find_decoder,
     find_layer_index,
 )
-from fp8calib.engines.weights.name_rules import NameRules
 from fp8calib.engines.weights.stored import OpenedWeights, is_equal
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
@@ -50,6 +50,20 @@ _EXPERT_PARTS = {
     "down_proj": ("down_proj", "w2"),
 }
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
+_HEADLESS = "class of this model type has no output layer"
+"""It takes the embedding, and stops at an output layer that is stored and not tied."""
+_REFUSED_TIES = "class of this model type stops at a tied output layer"
+_UNTIES = "stored lm_head.weight is loaded, though config.json ties it"
+_TIED_TYPES = {
+    "vllm": ("Gemma3ForConditionalGeneration",),  # its text_config decides, not run
+    "sglang": ("gemma", "gemma2", "gemma3_text", "gemma3n_text"),  # not read
+}
+"""Types and classes whose output layer an engine may make of the embedding."""
+_BARE_TYPES = {"sglang": ("gpt2",)}
+"""Types whose tensors an engine also finds without the first part of their names, beside those to
+whose names it adds a root."""
+_SKIPPED_EXPERTS = {"vllm": ("glm4_moe", "qwen3_moe")}
+"""Types for which an engine leaves out experts under other names without an error."""
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
 
@@ -69,7 +83,7 @@ def find_first_fault(geometry: ModelGeometry, tensors: Tensors, *, has_linears: 
     return ""
 
 
-def compare_parameters(rules: NameRules, stored: OpenedWeights) -> list[Finding]:
+def compare_parameters(facts: Release, stored: OpenedWeights) -> list[Finding]:
     """List the model's parameters that the checkpoint lacks, or stores otherwise.
 
     A model whose class is not known has no parameters to compare. Where tensors have names that the
@@ -77,7 +91,7 @@ def compare_parameters(rules: NameRules, stored: OpenedWeights) -> list[Finding]
     the parameters that they do not fill, is not known.
     """
     geometry, tensors, folder = stored.geometry, stored.tensors, stored.folder
-    found = list(_list_other_names(rules, geometry, tensors))
+    found = list(_list_other_names(facts, geometry, tensors))
     if are_elsewhere(geometry, tensors) and not found:
         return []
     inner = folder.config.get("text_config")
@@ -90,8 +104,9 @@ def compare_parameters(rules: NameRules, stored: OpenedWeights) -> list[Finding]
         len(tensors[each.subject].shape) > 1 for each in found if each.subject in tensors
     )
     absent = [] if explains else list(_list_absent(geometry, tensors))
-    is_headless = geometry.model_type in rules.headless_types
-    is_tied = not {geometry.model_type, geometry.architecture}.isdisjoint(rules.tied_types)
+    is_headless = geometry.model_type in facts.values.get(_HEADLESS, ())
+    tied = _TIED_TYPES.get(facts.key, ())
+    is_tied = geometry.model_type in tied or geometry.architecture in tied
     if unties and (is_tied or (is_headless and (_HEAD not in tensors or geometry.is_wrapped))):
         why = "is of its own by config.json, but the class may take the embedding instead"
         found.append(Finding.doubt(_HEAD, why, fix=_TIED_FIX))
@@ -102,9 +117,8 @@ def compare_parameters(rules: NameRules, stored: OpenedWeights) -> list[Finding]
     matrices = {name.rpartition(".")[0] for name, shape in parameters if len(shape) > 1}
     modules = (name.rpartition(".")[0] for name in absent)
     has_vector = any(each not in matrices and split_expert(each) is None for each in modules)
-    is_silent = rules.is_silent or (
-        rules.is_silent_if_quantized and (is_quantized or not has_vector)
-    )
+    # srt/model_loader/loader.py load_weights_and_postprocess of SGLang compares nothing
+    is_silent = facts.key == "sglang" or (facts.key == "vllm" and (is_quantized or not has_vector))
     found += (
         Finding(
             status=Status.MISREAD if is_silent else Status.UNKNOWN,
@@ -122,30 +136,30 @@ def compare_parameters(rules: NameRules, stored: OpenedWeights) -> list[Finding]
     return list(join_alike(found))
 
 
-def judge_head(
-    rules: NameRules, classes: ClassMap, stored: OpenedWeights, *, is_own: bool
-) -> Iterator[Finding]:
+def judge_head(facts: Release, classes: ClassMap, stored: OpenedWeights) -> Iterator[Finding]:
     """Say where an engine does not compute with the output layer that the checkpoint means.
 
-    transformers computes with a stored one, whatever the config ties (5.23, run). `is_own`: the
-    engine's class has an output layer of its own, whatever the config ties.
+    transformers computes with a stored one, whatever the config ties (5.23, run).
     """
     geometry, tensors = stored.geometry, stored.tensors
+    of_class = read_class_facts(facts.key)[facts.version].get(geometry.architecture, ())
+    is_own = UNTIED in of_class  # the class has an output layer, whatever the config ties
     own = (each for each in geometry.matrices if each.split(".")[-2:-1] in _HEAD_PARTS)
     head = next(chain(geometry.tied, own), "")
     path, is_tied = head.removesuffix(".weight"), head in geometry.tied
     states = {each.state for each in classes.get(make_pattern(path), ())}
     if head not in tensors or (is_tied and geometry.tied[head] not in tensors):
-        yield from _judge_half(rules, geometry, tensors, head, is_own=is_own)
+        yield from _judge_half(facts, geometry, tensors, head, is_own=is_own)
         return
-    wants_own = not is_tied or is_own or (rules.unties_stored and head.endswith(_HEAD))
+    is_untied = bool(facts.values.get(_UNTIES)) and head.endswith(_HEAD)
+    wants_own = not is_tied or is_own or is_untied
     fix = "remove it: config.json ties it to the embedding" if is_tied else _TIED_FIX
     if wants_own and geometry.is_wrapped:  # its text_config decides, which maps do not tell
         if states == {"refused"}:
             why = "is stored, and the engine's class may have no output layer"
             yield Finding.doubt(head, why, fix=fix)
         return
-    is_headless = geometry.model_type in rules.headless_types or states == {"refused"}
+    is_headless = geometry.model_type in facts.values.get(_HEADLESS, ()) or states == {"refused"}
     if wants_own and is_headless:
         why = "is stored, but the engine's class has no output layer, and stops"
         yield Finding(status=Status.REFUSED, subject=head, why=why, fix=fix)
@@ -175,7 +189,7 @@ def judge_head(
 
 
 def _judge_half(
-    rules: NameRules, geometry: ModelGeometry, tensors: Tensors, head: str, *, is_own: bool
+    facts: Release, geometry: ModelGeometry, tensors: Tensors, head: str, *, is_own: bool
 ) -> Iterator[Finding]:
     """Say whether an engine fills what is not stored of an output layer and a tied embedding."""
     embedding = geometry.tied.get(head, "")
@@ -187,7 +201,7 @@ def _judge_half(
         why = "is missing: the engine's class does not tie it, and uses uninitialised memory"
         fix = f"store {shorten(embedding)} under this name, too"
         yield Finding(status=Status.MISREAD, subject=head, why=why, fix=fix, is_silent=True)
-    elif embedding in tensors and geometry.model_type in rules.untied_types:
+    elif embedding in tensors and geometry.model_type in facts.values.get(_REFUSED_TIES, ()):
         why = "is tied to the embedding, at which the engine's class stops (AssertionError)"
         yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
 
@@ -201,7 +215,7 @@ def are_elsewhere(geometry: ModelGeometry, tensors: Tensors) -> bool:
 
 
 def _list_other_names(
-    rules: NameRules, geometry: ModelGeometry, tensors: Tensors
+    facts: Release, geometry: ModelGeometry, tensors: Tensors
 ) -> Iterator[Finding]:
     """List tensors that the model's class does not have, or has under another name.
 
@@ -218,7 +232,7 @@ def _list_other_names(
     }
     decoder, counts = find_decoder(geometry), count_experts(geometry)
     has_drafter, num_layers = geometry.num_draft_layers > 0, len(geometry.layers)
-    is_skipping = geometry.model_type in rules.skipped_experts
+    is_skipping = geometry.model_type in _SKIPPED_EXPERTS.get(facts.key, ())
     owners = {linear.runner for _, linear in geometry.linears() if linear.num_experts}
     for name in geometry.leftovers:
         if name not in tensors or is_companion(name) or name.endswith(_SKIPPED):
@@ -241,7 +255,8 @@ def _list_other_names(
             yield Finding.doubt(name, why, fix=_NAMES_FIX)
     modules = (attention.module for _, attention in geometry.attentions())
     root = next(modules, "").partition(".")[0]
-    is_bare = geometry.model_type in rules.bare_types
+    rooted = (each.partition(": ")[0] for each in facts.values.get(ADDED_ROOTS, ()))
+    is_bare = geometry.model_type in (*rooted, *_BARE_TYPES.get(facts.key, ()))
     for name in () if geometry.is_wrapped else geometry.renamed:
         if name in tensors and (name.startswith(f"{root}.") or not is_bare):
             why = "has another name than the model's class gives it"

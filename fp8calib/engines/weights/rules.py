@@ -50,9 +50,9 @@ class WeightRule:
 
 
 @cache
-def read_weight_rules(release: Release | None) -> Sequence[WeightRule]:
+def read_weight_rules(release: Release) -> Sequence[WeightRule]:
     """Read the rules that hold for a release of an engine; none where nothing is known of it."""
-    if release is None:
+    if not release.key:
         return ()
     written = (FOLDER / "weight_rules.json").read_bytes()
     rules = TypeAdapter(dict[str, list[WeightRule]]).validate_json(written)[release.key]
