@@ -70,9 +70,9 @@ def test_a_name_is_loaded_ignored_or_refused_as_in_vllm(family: str) -> None:
     for method, expected in zip(METHODS, ROWS[family]["outcomes"], strict=True):
         loader, path = _make(family, method)
         names = [*_list_names(path)]
-        found = ["E" if loader.find_fault(name) else "-" for name in names]
+        found = ["E" if loader.look_up(name)[1] else "-" for name in names]
         wanted = ["E" if outcome == "E" else "-" for outcome in expected]
         assert dict(zip(names, found, strict=True)) == dict(zip(names, wanted, strict=True))
         loads_k = [name for name, outcome in zip(names, expected, strict=True) if outcome == "L"]
         keys = [name for name in loads_k if ".q" not in name and "prob" not in name]
-        assert all(loader.find_slot(name) for name in keys if "zero_point" not in name)
+        assert all(loader.look_up(name)[0] for name in keys if "zero_point" not in name)

@@ -31,6 +31,7 @@ from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
 from fp8calib.engines.status import Evidence
 from tests import zoo
 from tests.architectures import families
+from tests.kit.class_facts import spell_fact
 from tests.real_engines.class_reader import ClassReader, ReadLinear
 from tests.real_engines.package import Package, open_package
 from tests.real_engines.sglang_classes import SglangClasses
@@ -82,7 +83,7 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
         for found in row["linears"]:
             if found["names"]:
                 linear = describe_run(found)
-                facts[linear.fact][architecture] = None
+                facts[spell_fact(linear)][architecture] = None
                 built[architecture].update(linear.parts)
         built.setdefault(architecture, set())
         fields = set(row["lacking"]) - _list_defaults(row["job"]["type"])
@@ -95,7 +96,7 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
             if part not in built[architecture]:
                 state = {"left out": "skipped", "another shape": "maybe"}.get(why, "refused")
                 linear = CreatedLinear(state=state, kind="other", path=part, parts=(part,))
-                facts[linear.fact][architecture] = None
+                facts[spell_fact(linear)][architecture] = None
     lacking |= {name: {*lacking.get(name, ()), *fields} for name, fields in _NEEDED.items()}
     for name, field in ((name, field) for name, fields in lacking.items() for field in fields):
         facts[f"{READS}{field}"][name] = None
@@ -112,7 +113,7 @@ def _list_drafted(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield f"{DRAFTER}{row['architecture']}", row["job"]["architecture"]
     for found in row["linears"]:
         if found["names"]:
-            yield describe_run(found).fact, row["architecture"]
+            yield spell_fact(describe_run(found)), row["architecture"]
 
 
 def _list_defaults(model_type: str) -> set[str]:

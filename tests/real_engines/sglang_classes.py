@@ -29,6 +29,7 @@ from fp8calib.engines.facts.classes import (
 from fp8calib.engines.facts.release import FOLDER
 from tests import zoo
 from tests.architectures import families
+from tests.kit.class_facts import spell_fact
 from tests.real_engines.class_reader import ClassReader, ReadLinear
 from tests.real_engines.package import Package
 
@@ -87,7 +88,7 @@ class SglangClasses:
             else:
                 found = list(_describe_backend(names))
             for each in found:
-                facts[each.fact].add(architecture)
+                facts[spell_fact(each)].add(architecture)
             if not found:
                 facts[f"{UNBUILT}nothing was read of the class"].add(architecture)
         return {fact: sorted(facts[fact]) for fact in sorted(facts)}

@@ -65,18 +65,6 @@ class CreatedLinear:
     parts: tuple[str, ...]
     """The paths of the checkpoint's linears that it is filled from, in order."""
 
-    @property
-    def fact(self) -> str:
-        """The text of it."""
-        parent = self.path.rpartition(".")[0]
-        if self.parts == (self.path,):
-            return f"{self.state} {self.kind} {self.path}"
-        names = [
-            each.removeprefix(parent) if each.rpartition(".")[0] == parent and parent else each
-            for each in self.parts
-        ]
-        return f"{self.state} {self.kind} {self.path}: {' '.join(names)}"
-
     @classmethod
     def parse(cls, fact: str) -> CreatedLinear:
         """Read the text of one."""

@@ -22,7 +22,7 @@ from fp8calib.formats.fp8.quantization_config import ContradictionError
 from fp8calib.formats.fp8.registry import load_finder
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
-from fp8calib.model.geometry import KV_ROLES, Role
+from fp8calib.model.geometry import Role
 from fp8calib.model.module_paths import split_expert
 
 WRAPPERS = "class with other inputs beside text"
@@ -137,13 +137,6 @@ class WeightLoader:
         self._stored = {name.rpartition(".")[0] for name in names}
         """Paths of the modules that have weights in the checkpoint."""
 
-    def find_slot(self, name: str) -> Slot | None:
-        """Find the k, v or q that a tensor of this name is loaded into."""
-        parent, _, leaf = self._map_name(name).rpartition(".")
-        role = next((role for role in (*KV_ROLES, Role.Q) if leaf == f"{role}_scale"), None)
-        index = self._places.get(parent)
-        return None if role is None or index is None else (index, role)
-
     def _map_name(self, name: str) -> str:
         """Give the name of the parameter that the loader looks for."""
         root = self._release.find_value(ADDED_ROOTS, self._context.geometry.model_type)
@@ -160,20 +153,30 @@ class WeightLoader:
             return name.removesuffix(suffix) + _OUTPUTS[suffix]
         return name
 
-    def find_fault(self, name: str) -> str:
-        """Say why the loader raises an error for a tensor of this name; empty if it does not."""
+    def look_up(self, name: str) -> tuple[Slot | None, str]:
+        """Find the k, v or q that a tensor of this name is loaded into.
+
+        Returns:
+            It, None for another tensor; and why the loader raises an error, empty if it does not.
+        """
         mapped = self._map_name(name)
         parent, _, leaf = mapped.rpartition(".")
-        is_parameter = parent in self._places and leaf in _PARAMETERS.get(self._method, ())
+        index, role = self._places.get(parent), leaf.removesuffix("_scale")
+        if index is not None and leaf in _SCALES:
+            return (index, Role(role)), ""
+        is_parameter = index is not None and leaf in _PARAMETERS.get(self._method, ())
+        why = ""
         if is_parameter or self._skips(mapped):
-            return ""
-        if self._kind in (_STRICT, _LENIENT):
-            return "the model has no such parameter (KeyError)"
-        if self._method is None:
-            return "without a quantization_config no module has a place for it (ValueError)"
-        if self._fuses(mapped):
-            return "k_proj becomes qkv_proj before this quant_method maps names (AttributeError)"
-        return "this quant_method maps it to no module or parameter of the model (ValueError)"
+            pass
+        elif self._kind in (_STRICT, _LENIENT):
+            why = "the model has no such parameter (KeyError)"
+        elif self._method is None:
+            why = "without a quantization_config no module has a place for it (ValueError)"
+        elif self._fuses(mapped):
+            why = "k_proj becomes qkv_proj before this quant_method maps names (AttributeError)"
+        else:
+            why = "this quant_method maps it to no module or parameter of the model (ValueError)"
+        return None, why
 
     def _skips(self, mapped: str) -> bool:
         """Check whether the loader skips a name that it finds no parameter for."""
@@ -215,7 +218,8 @@ class WeightLoader:
             is_of_weight = is_companion and parse_name(name) is None
             if is_of_draft_layer(geometry, module) or (is_of_weight and self._is_quantized(module)):
                 continue
-            if not (why := self.find_fault(name)):
+            _, why = self.look_up(name)
+            if not why:
                 continue
             stored = self._context.scales.get(name)
             is_inner = self._kind == _UNFORGIVING and module in self._attends

@@ -216,7 +216,7 @@ class _Replay:
             raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
         loader = WeightLoader(context, method, places, self._release)
         loader.refuse_faults()
-        context.load(loader.find_slot)
+        context.load(lambda name: loader.look_up(name)[0])
         if method is not None and any([*context.optional.values(), context.zero_points]):
             self._check_shapes()
         has_groups = isinstance(self._quantization.get("config_groups"), dict)
