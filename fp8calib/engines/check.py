@@ -21,7 +21,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.facts.release import explain_type
-from fp8calib.engines.odd_scales import Slot, suspect_odd_scales
+from fp8calib.engines.odd_scales import suspect_odd_scales
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.declared import find_recorded_dtype
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
@@ -30,6 +30,7 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Reports,
+    Slot,
     Unjudged,
     report_alike,
     report_refusal,

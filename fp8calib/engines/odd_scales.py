@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.replay.verdicts import EngineReport, Slot
 from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
@@ -26,8 +26,6 @@ from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 
 Key = TypeVar("Key", bound=Hashable)
-Slot = tuple[int, Role]
-"""A layer and K or V."""
 
 _MISTAKES: Mapping[str, Callable[[float, float], float]] = {
     "it looks like amax, not amax / {0:g}": lambda amax, _: amax,

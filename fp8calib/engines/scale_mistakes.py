@@ -23,13 +23,12 @@ from fp8calib.engines.odd_scales import (
     UNCALIBRATED,
     WITHIN,
     Key,
-    Slot,
     list_scales,
     list_used,
     name_mistakes,
     suspect_odd_scales,
 )
-from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.replay.verdicts import EngineReport, Slot
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.engines.odd_scales import Slot
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import Slot
 from fp8calib.engines.scale_mistakes import Reach
 from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions

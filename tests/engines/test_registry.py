@@ -32,6 +32,7 @@ def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
         assert (engine.numerics is None) is bool(engine.no_numerics)
         assert (engine.replay_folder is None) is bool(engine.no_folder)
         assert engine.title
+        assert bool(engine.command) is bool(engine.kv_flag)
 
 
 @pytest.mark.parametrize("key", ONLY_READ)

@@ -14,6 +14,7 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
+    Slot,
     judge_number,
 )
 from fp8calib.engines.status import Status
@@ -22,9 +23,6 @@ from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import is_of_draft_layer
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
 from fp8calib.numerics.arrays import round_number
-
-Slot = tuple[int, Role]
-"""The k or the v of a layer: its index, and the role."""
 
 _NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate MODEL --out DIR` measures them"
 _UNOPENED_FIX = "list the file in the index, or store the scales in a file that is opened"

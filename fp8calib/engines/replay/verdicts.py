@@ -22,6 +22,10 @@ MEASURE_AGAIN = (
 """Helps where a scale is missing, zero or no number."""
 
 
+Slot = tuple[int, Role]
+"""The k, the v or the q of a layer: its index, and the role."""
+
+
 class LoadVerdict(Frozen):
     """What an engine does with one scale, and why."""
 
@@ -75,12 +79,10 @@ class EngineReport(Frozen):
     """The one kind of device where scales that `layers` calls misread are used as meant."""
     if_loaded: LoadVerdict | None = Field(default=None, exclude=True, repr=False)
     """What becomes of the weights if the engine starts, where that is unknown."""
-    held: Mapping[tuple[int, Role], tuple[float, ...]] = Field(
-        default_factory=dict, exclude=True, repr=False
-    )
+    held: Mapping[Slot, tuple[float, ...]] = Field(default_factory=dict, exclude=True, repr=False)
     """What a running engine holds, by layer and role, where the replay knows it: one number, or
     one for each KV head of the model."""
-    doubled: frozenset[tuple[int, Role]] = Field(default=frozenset(), exclude=True, repr=False)
+    doubled: frozenset[Slot] = Field(default=frozenset(), exclude=True, repr=False)
     """What of `held` the engine doubles on devices whose FP8 is e4m3fnuz."""
     fingerprint: str = ""
     """Hash of the KV scales as loaded (`fingerprint_scales`); empty if they are not known."""
@@ -149,7 +151,7 @@ class EngineReport(Frozen):
         return self.load_fault or shorten(next(iter(doubts), ""))
 
     @property
-    def slots(self) -> dict[tuple[int, Role], LoadVerdict]:
+    def slots(self) -> dict[Slot, LoadVerdict]:
         """The verdicts on k and v of every layer."""
         return {
             (layer.layer, role): verdict
@@ -162,7 +164,7 @@ class EngineReport(Frozen):
         kept = {name: getattr(self, name) for name in ("engine", "version", "asks_for_kv")}
         return other.model_copy(update=kept)
 
-    def put(self, changed: Mapping[tuple[int, Role], LoadVerdict]) -> EngineReport:
+    def put(self, changed: Mapping[Slot, LoadVerdict]) -> EngineReport:
         """Return the same report with other verdicts on some of its k and v."""
         slots = {**self.slots, **changed}
         numbers = (layer.layer for layer in self.layers)
@@ -170,7 +172,7 @@ class EngineReport(Frozen):
         return self.model_copy(update={"layers": tuple(layers)})
 
     def mark(
-        self, whys: Mapping[tuple[int, Role], str], fix: str, status: Status = Status.MISREAD
+        self, whys: Mapping[Slot, str], fix: str, status: Status = Status.MISREAD
     ) -> EngineReport:
         """Return the same report with another status of scales that are used, for these reasons."""
         slots, update = self.slots, {"status": status, "fix": fix}

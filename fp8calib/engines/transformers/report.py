@@ -17,12 +17,13 @@ from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.declared import amend_for_dtype
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
+from fp8calib.engines.replay.loaded_scales import LoadContext
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     LoadVerdict,
     Refusal,
+    Slot,
     Unjudged,
     is_scale,
     judge_number,

@@ -46,6 +46,7 @@ VLLM_CPU = replace(
     next(each for each in _NEWEST_FIRST if each.version == VLLM_RUN.version),
     key="vllm-cpu",
     command="",
+    kv_flag="",
     is_on_cpu=True,
     make_numerics=partial(call, "fp8calib.engines.arithmetic:make_vllm_numerics", VLLM_RUN, True),
     cache_types=("fp8", "fp8_e4m3", "fp8_e5m2"),

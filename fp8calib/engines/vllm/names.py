@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from fp8calib.engines.facts.release import ADDED_ROOTS, PLACELESS, Release
-from fp8calib.engines.replay.loaded_scales import LoadContext, Slot
-from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.replay.loaded_scales import LoadContext
+from fp8calib.engines.replay.verdicts import Refusal, Slot
 from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten

@@ -17,7 +17,6 @@ from fp8calib.engines.replay.declared import (
 )
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.loaded_scales import (
-    Slot,
     match_to_layers,
     open_indexed,
     require_scalar,
@@ -27,6 +26,7 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
+    Slot,
     is_scale,
     judge_number,
 )
