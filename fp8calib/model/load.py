@@ -221,9 +221,11 @@ def load_tokenizer(source: ModelSource) -> Any:
         )
     except Exception as error:
         why = _explain_load_error(error)
+        pieces = folder / _PIECES  # of SentencePiece a protobuf, of tiktoken text
+        is_protobuf = pieces.is_file() and pieces.read_bytes()[:1] == b"\n"
         if "trust_remote_code" in str(error):
             hint = _TRUST
-        elif _is_sentencepiece(folder / _PIECES) and find_spec("sentencepiece") is None:
+        elif find_spec("sentencepiece") is None and is_protobuf:
             why = f"{_PIECES} is a SentencePiece model"  # transformers says that tiktoken reads it
             hint = "pip install sentencepiece protobuf, which read it, or copy a tokenizer.json"
         elif (folder / _TEKKEN).is_file() and find_spec("mistral_common") is None:
@@ -241,11 +243,6 @@ def load_tokenizer(source: ModelSource) -> Any:
             template = {each["name"]: each["template"] for each in template}
         tokenizer.chat_template = template
     return tokenizer
-
-
-def _is_sentencepiece(path: Path) -> bool:
-    """Check for a SentencePiece model, which is a protobuf; a vocabulary of tiktoken is text."""
-    return path.is_file() and path.read_bytes()[:1] == b"\n"
 
 
 def load_processor(source: ModelSource) -> Any:

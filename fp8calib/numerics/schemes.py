@@ -45,13 +45,18 @@ class InputScaling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """What shares a scale, in the weight and the inputs of a linear."""
+class Scheme:
+    """How the weight and the inputs of a linear are quantized, and what shares a scale."""
 
+    name: str = ""
+    """Empty where a config describes it."""
+    description: str = ""
     weights: Granularity
     block: tuple[int, int] = BLOCK
     """Rows and columns that share a weight scale, where `weights` is `BLOCK`."""
     inputs: InputScaling
+    has_power_of_two_scales: bool = False
+    """Weight scales are rounded up to powers of two; only of blocks."""
 
     @property
     def is_mx(self) -> bool:
@@ -62,16 +67,6 @@ class Scaling:
     def has_static_inputs(self) -> bool:
         """Tell whether the scales of inputs come from calibration."""
         return self.inputs is InputScaling.STATIC
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme(Scaling):
-    """How the weights and inputs of linears are quantized."""
-
-    name: str
-    description: str
-    has_power_of_two_scales: bool = False
-    """Weight scales are rounded up to powers of two; only of blocks."""
 
 
 SCHEMES = {
@@ -145,7 +140,7 @@ def round_block_scales(scheme: Scheme) -> Scheme:
     return replace(scheme, has_power_of_two_scales=scheme.weights is Granularity.BLOCK)
 
 
-def find_nearest(stored: Scaling) -> Scheme:
+def find_nearest(stored: Scheme) -> Scheme:
     """Give the scheme that engines treat most like a linear of a checkpoint.
 
     Engines choose their code by whether it is MXFP8, then by whether inputs are quantized, then by

@@ -25,7 +25,6 @@ from fp8calib.numerics.schemes import (
     SCHEMES,
     Granularity,
     InputScaling,
-    Scaling,
     Scheme,
     find_nearest,
     find_scheme,
@@ -291,7 +290,7 @@ def test_a_scheme_is_nearest_to_its_own_granularities(scheme: Scheme) -> None:
 def test_what_is_no_scheme_is_nearest_to_one_that_engines_treat_alike(weights: str) -> None:
     inputs = {**NEAREST[weights], "none": "w8a16"}
     found = {
-        name: find_nearest(Scaling(weights=Granularity(weights), inputs=InputScaling(name))).name
+        name: find_nearest(Scheme(weights=Granularity(weights), inputs=InputScaling(name))).name
         for name in inputs
     }
     assert found == inputs

@@ -19,7 +19,7 @@ from fp8calib.numerics.schemes import (
     MX_BLOCK,
     Granularity,
     InputScaling,
-    Scaling,
+    Scheme,
 )
 
 Fields = Mapping[str, object]
@@ -28,13 +28,13 @@ _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredScheme(Scaling):
+class StoredScheme(Scheme):
     """The scheme of one linear, as its checkpoint's config describes it."""
 
     upper_bound: float | None = None
 
     @classmethod
-    def of(cls, scheme: Scaling) -> StoredScheme:
+    def of(cls, scheme: Scheme) -> StoredScheme:
         """Make that of a linear with a scheme that is written too."""
         return cls(weights=scheme.weights, block=scheme.block, inputs=scheme.inputs)
 
