@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -91,11 +90,14 @@ def open_source(
         raise ModelError(
             f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
         )
-    hint = "try pip install --upgrade transformers, or use the config.json that was published"
-    what = f"{folder}/config.json: transformers {transformers.__version__} cannot use it"
-    with _explained(what, hint="" if is_known else hint):
+    try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = let_layers_differ(config)
+    except Exception as error:
+        what = f"{folder}/config.json: transformers {transformers.__version__} cannot use it"
+        hint = "try pip install --upgrade transformers, or use the config.json that was published"
+        why = _explain_load_error(error)
+        raise ModelError(f"{what}: {why}", hint="" if is_known else hint) from error
     source = ModelSource(
         folder=folder,
         config=config,
@@ -105,15 +107,6 @@ def open_source(
     )
     _choose_class(source)  # which refuses what is not decoder-only
     return source
-
-
-@contextmanager
-def _explained(what: str, *, hint: str = "") -> Iterator[None]:
-    """Turn any error of transformers into a ModelError of one line."""
-    try:
-        yield
-    except Exception as error:
-        raise ModelError(f"{what}: {_explain_load_error(error)}", hint=hint) from error
 
 
 def _explain_load_error(error: BaseException) -> str:
@@ -357,12 +350,15 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
     model_class, config = _choose_class(source)
     config = deepcopy(config)  # transformers writes the dtype into it
     options = {} if dtype is None else {"dtype": dtype}
-    what = f"{source.folder}: transformers cannot build {source.config.model_type}"
-    with _explained(what), torch.device("meta"):
-        if model_class is transformers.AutoModelForCausalLM:
-            model = model_class.from_config(config, trust_remote_code=True, **options)
-        else:
-            model = model_class._from_config(config, **options)
+    try:
+        with torch.device("meta"):
+            if model_class is transformers.AutoModelForCausalLM:
+                model = model_class.from_config(config, trust_remote_code=True, **options)
+            else:
+                model = model_class._from_config(config, **options)
+    except Exception as error:
+        what = f"{source.folder}: transformers cannot build {source.config.model_type}"
+        raise ModelError(f"{what}: {_explain_load_error(error)}") from error
     built: PreTrainedModel = model.eval()
     attend_causally(built)
     return built
