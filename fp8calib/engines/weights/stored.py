@@ -183,7 +183,7 @@ class OpenedWeights:
         unmeasured = self.tensors
         if stats is not None:
             # few checks have some
-            from fp8calib.engines.scale_mistakes import (  # noqa: PLC0415
+            from fp8calib.engines.weight_mistakes import (  # noqa: PLC0415
                 judge_scale_places,
                 judge_weight_scales,
                 map_measured,
