@@ -56,7 +56,7 @@ CT_BLOCK = compressed_tensors(
 )
 AUTOFP8_STATIC, FINEGRAINED = CONFIGS["autofp8"], CONFIGS["finegrained"]
 AUTOFP8_DYNAMIC = AUTOFP8_STATIC | {"activation_scheme": "dynamic"}
-MODELOPT, FBGEMM = CONFIGS["modelopt"], CONFIGS["fbgemm"]
+MODELOPT = CONFIGS["modelopt"]
 AUTO_ROUND, AUTO_ROUND_ALONE = CONFIGS["auto-round"], CONFIGS["auto-round alone"]
 AUTO_ROUND_BLOCK, AUTO_ROUND_MX = CONFIGS["auto-round block"], CONFIGS["auto-round mx"]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from fp8calib import __version__
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats
 from fp8calib.calibration.stats_header import StatsHeader
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -21,16 +20,6 @@ Sites = dict[Site, SiteStats]
 MODEL, DATA = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text_start": "fedcba9876543210"}}'
 """What a file of these statistics' scales records."""
-
-
-def record_fit(num_layers: int, model_type: str = "llama") -> str:
-    """Spell what a file of scales records beside it: attention, and no hashes."""
-    layers = ",".join(f'[{index},"heads",4,2,2,2]' for index in range(num_layers))
-    return (
-        f'{{"version":"{__version__}","granularity":"tensor","attention":'
-        f'{{"model_type":"{model_type}","num_layers":{num_layers},"layers":[{layers}]}},'
-        '"unquantized":{}}'
-    )
 
 
 # amax / 448 of every KV head, layer by layer.

@@ -1,6 +1,5 @@
 """Scales brought to other formats, ranks and heads, with numbers worked out by hand."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,20 +13,17 @@ from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.convert import convert_table, explain_conversion, fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
+from fp8calib.model.geometry import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.numerics.histogram import count_bins
-from fp8calib.numerics.rules import AMAX, Fallback, ScaleRules, parse_rule
+from fp8calib.numerics.rules import Fallback, ScaleRules
 from tests.formats.handmade import (
     DATA,
     MODEL,
     linear_stats,
     make_attention,
     make_geometry,
-    plain_stats,
     write_scales,
 )
-from tests.numerics.test_histogram import UNIT_BIN, make_histogram
 
 FOUR_HEADS = make_geometry([make_attention(0, num_heads=8, num_kv_heads=4)])
 TWO_HEADS = make_geometry([make_attention(0)])
@@ -160,99 +156,6 @@ def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
     unequal, query = explain_conversion(table, table, joins_kv=True, has_query=False)
     assert unequal.endswith("in 1 of 1 layers they differ")
     assert query == "q_scale is left out: this format cannot store it"
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "scale", "limit"),
-    [
-        # 448 at scale 1 is 224 of e4m3fnuz at scale 2, which ends at 240: nothing saturates
-        (E4M3FN, E4M3FNUZ, 1.0, 448.0),
-        # 240 at scale 1 would be 480 of e4m3fn at scale 0.5, which ends at 448: 224 is left
-        (E4M3FNUZ, E4M3FN, 1.0, 224.0),
-    ],
-)
-def test_the_same_bytes_mean_the_same_numbers_to_torch(
-    source: Fp8Format, target: Fp8Format, scale: float, limit: float
-) -> None:
-    dtypes = {E4M3FN: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz}
-    table = _table(_pair(scale), fmt=source)
-    (fitted,) = _values(convert_table(table, fmt=target, per_head=False))
-    codes = torch.arange(256, dtype=torch.int64).to(torch.uint8)
-    was = codes.view(dtypes[source]).float() * scale
-    now = codes.view(dtypes[target]).float() * fitted
-    # 0x80 is -0.0 and NaN, 0x7F and 0xFF are NaN in e4m3fn: no other code differs
-    differing = [code for code in range(256) if was[code] != now[code]]
-    assert differing == [0x7F, 0x80, 0xFF]
-    assert float(now[now.isfinite()].max()) == {E4M3FN: 448 * fitted, E4M3FNUZ: 480.0}[target]
-    largest = torch.tensor(torch.finfo(dtypes[source]).max * scale)
-    reached = (largest / fitted).clamp(max=torch.finfo(dtypes[target]).max).to(dtypes[target])
-    assert float(reached.float() * fitted) == limit
-
-
-RULES = ("amax", "percentile:50", "percentile:99.9", "mse", "headroom:2")
-OCTAVE = 8
-BELOW_64 = {UNIT_BIN + 6 * OCTAVE - 1: 500, UNIT_BIN + 12 * OCTAVE: 500}
-
-
-def with_histograms(
-    stats: RunStats, counts: Mapping[int, int], *, roles: str = "k v input"
-) -> RunStats:
-    """Give the sites of some roles the same histogram."""
-    histogram = make_histogram(dict(counts))
-    sites = {
-        site: dataclasses.replace(seen, histogram=histogram) if site.role in roles.split() else seen
-        for site, seen in stats.sites.items()
-    }
-    return dataclasses.replace(stats, sites=sites)
-
-
-def change(stats: RunStats, site: Site, **values: object) -> RunStats:
-    """Change what was seen at one site."""
-    seen = dataclasses.replace(stats.sites[site], **values)
-    return dataclasses.replace(stats, sites={**stats.sites, site: seen})
-
-
-def kv_site(layer: int, role: Role) -> Site:
-    return Site(f"model.layers.{layer}.self_attn", role)
-
-
-# --- amax --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("tp", [1, 2])
-def test_amax_is_divided_by_the_largest_value_bit_for_bit(fmt: Fp8Format, tp: int) -> None:
-    stats = with_histograms(linear_stats(), BELOW_64)
-    generator = torch.Generator().manual_seed(3)
-    drawn = torch.rand(2, generator=generator) * 7
-    stats = change(stats, kv_site(0, Role.K), amax=drawn)
-    default = compute_kv_scales(stats, fmt, tp=tp, query=True)
-    named = compute_kv_scales(stats, fmt, tp=tp, query=True, rules=ScaleRules(rule=AMAX))
-    whole = drawn if tp == 2 else drawn.max().reshape(1)
-    largest = {"e4m3fn": 448, "e4m3fnuz": 240}[fmt.name]
-    assert torch.equal(default.scales[kv_site(0, Role.K)].values, whole / largest)
-    for table in (default, named):
-        assert table.kept_amax == {}
-        for site, scale in table.scales.items():
-            assert torch.equal(scale.values, default.scales[site].values)
-
-
-# --- all rules ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("amax", [1e-45, 2.0**-60, 3e38])
-def test_scales_are_finite_and_positive_at_the_ends_of_fp32(rule: str, amax: float) -> None:
-    values = torch.tensor([amax, amax / 2])
-    stats = change(
-        with_histograms(plain_stats(), BELOW_64),
-        kv_site(0, Role.K),
-        amax=values,
-        histogram=count_bins(values),
-    )
-    table = compute_kv_scales(stats, E4M3FN, per_head=True, rules=ScaleRules(rule=parse_rule(rule)))
-    found = table.scales[kv_site(0, Role.K)].values
-    assert bool((found.isfinite() & (found > 0)).all())
 
 
 def _per_rank(rank: int, keys: dict[str, list[float]]) -> dict[str, dict[str, float]]:

@@ -7,7 +7,6 @@ number, or dtype, shape and values).
 
 import json
 import pickle
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from fp8calib.formats.read import has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.geometry import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN
-from tests.engines.check_handmade import plain_geometry
 from tests.formats.handmade import (
     MODEL,
     latent_stats,
@@ -37,7 +35,6 @@ from tests.formats.handmade import (
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 REFUSED: dict[str, Any] = json.loads(Path(__file__).with_name("refusals.json").read_text())
 PATH = "model.layers.{}.self_attn."
-K0, V1 = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -436,63 +433,3 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     assert refuse(path).message.endswith("when allow_pickle=False")
     path.write_bytes(pickle.dumps(_Bomb()))
     assert "not a readable .npz archive" in refuse(path).message
-
-
-SCALES = {
-    f"model.layers.{layer}.self_attn.{role}_scale": 0.25 * (layer + 1) + 0.5 * (role == "v")
-    for layer in range(2)
-    for role in "kv"
-}
-WEIGHT = "model.layers.0.mlp.up_proj.weight"
-GIGABYTE = 1 << 30
-
-
-def _save(folder: Path, *, weight_bytes: int, weight: bytes = b"") -> Path:
-    """Write a checkpoint whose weight comes first: `weight`, and holes up to `weight_bytes`."""
-    header: dict[str, object] = {
-        WEIGHT: {
-            "dtype": "F8_E4M3",
-            "shape": [weight_bytes // 1024, 1024],
-            "data_offsets": [0, weight_bytes],
-        }
-    }
-    for index, name in enumerate(SCALES):
-        start = weight_bytes + 4 * index
-        header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [start, start + 4]}
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    folder.mkdir()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw + weight)
-        file.seek(8 + len(raw) + weight_bytes)
-        file.write(torch.tensor(list(SCALES.values())).numpy().tobytes())
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    config = {"model_type": "llama", "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _read(folder: Path) -> dict[str, float]:
-    found = read_scales(folder, plain_geometry(), needs_dtype=True)
-    assert (found.dialect, found.has_weights) == ("autofp8", True)
-    return {
-        f"{attention.module}.{role}_scale": float(found.scales[attention.site(role)].values)
-        for _, attention in plain_geometry().attentions()
-        for role in (Role.K, Role.V)
-    }
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_of_sixty_four_gigabytes_a_few_kilobytes_are_read(tmp_path: Path) -> None:
-    folder = _save(tmp_path / "large", weight_bytes=64 * GIGABYTE)
-    size = (folder / "model.safetensors").stat().st_size
-    assert size > 64 * GIGABYTE
-    _read(folder)  # whatever is imported late is read here
-    before = _count_bytes_read()
-    assert _read(folder) == SCALES
-    assert _count_bytes_read() - before < 100_000
-
-
-def _count_bytes_read() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["rchar"])

@@ -41,7 +41,7 @@ from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.weights import emulate_planned, emulate_stored
+from fp8calib.verification.emulation.weights import changed_weights, emulate_planned, emulate_stored
 from fp8calib.verification.score import Scores, score
 
 LARGEST = {
@@ -139,6 +139,12 @@ def emulate_checkpoint(
     """Ask the product what an engine makes of a checkpoint."""
     source, original = WeightSource(subject.model, checkpoint), subject.originals.source
     return emulate_stored(checkpoint, original, subject.geometry, source, numerics)
+
+
+def hold_weights(subject: Subject, candidate: Candidate) -> dict[str, torch.Tensor]:
+    """Copy every parameter while the weights of a candidate are in the model."""
+    with changed_weights(subject.model, candidate.weights, subject.originals, {}, {}):
+        return {name: p.detach().clone() for name, p in subject.model.named_parameters()}
 
 
 def make_table(

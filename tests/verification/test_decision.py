@@ -1,4 +1,4 @@
-"""The decision: the scale that was broken, whether scales are needed, what is recommended."""
+"""Decisions from figures made by hand: whether scales are needed, and what is recommended."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
-from fp8calib.model.geometry import Role, Site
-from fp8calib.numerics.formats import E4M3FN
-from fp8calib.verification.candidates import build_kv_candidate, make_unscaled_table
-from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.decide import choose_smallest, explain_broken
 from fp8calib.verification.judge.decide import conclude as conclude_report
 from fp8calib.verification.judge.fits import (
@@ -31,19 +25,8 @@ from fp8calib.verification.report import (
     PairedResult,
     Remedy,
     Verdict,
-    VerifyReport,
 )
-from fp8calib.verification.score import Scores
-from fp8calib.verification.verify import Verification, run_verification
-from tests import zoo
-from tests.doors import Silent, make_plan
 from tests.kit.reports import make_candidate, make_layer, make_small
-from tests.verification import by_hand
-from tests.verification.by_hand import PLAIN, HandCache, make_table, opened, plain_forward
-from tests.zoo import draw
-
-SEQUENCES = draw([20] * 12)
-LAYERS = 4
 
 
 def settle(
@@ -76,124 +59,6 @@ def settle(
         **more,
     )
     return conclude_report(report).decision
-
-
-def build(num_layers: int = LAYERS) -> PreTrainedModel:
-    """Build a model whose attention matters: a random one hardly looks back."""
-    model = zoo.build("llama", num_hidden_layers=num_layers)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= 40
-            layer.self_attn.o_proj.weight *= 40
-    return model
-
-
-def fit_scales(model: PreTrainedModel) -> dict[Site, float]:
-    """Look at K and V of all sequences by hand, and leave some room above them."""
-    layers = range(model.config.num_hidden_layers)
-    cache = HandCache(model.config, dict.fromkeys(layers, (torch.clone,) * 2))
-    plain_forward(model, by_hand.make_batch([20] * 12), cache)
-    return {
-        Site(f"model.layers.{index}.self_attn", role): float(x.abs().max()) / 448 * 1.2
-        for index, pair in cache.seen.items()
-        for role, x in zip((Role.K, Role.V), pair, strict=True)
-    }
-
-
-def ask(
-    subject: by_hand.Subject, tables: dict[str, dict[Site, float]], *more: Candidate
-) -> tuple[Verification, VerifyReport, Scores]:
-    """Verify KV scales, and scale 1.0 beside them, or other candidates."""
-    made = [
-        build_kv_candidate(name, make_table(subject, each), PLAIN, origin="test")
-        for name, each in tables.items()
-    ]
-    unscaled = build_kv_candidate(SCALE_ONE, make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-    asked = Verification(
-        model="tiny",
-        geometry=subject.geometry,
-        numerics=PLAIN,
-        candidates=[*made, *(more or [unscaled])],
-        plan=make_plan(SEQUENCES),
-        batch_size=4,
-    )
-    return run_verification(asked, subject.prepared, Silent())
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "role", "factor"),
-    [
-        (LAYERS, Role.K, 1 / 64),
-        (LAYERS, Role.V, 1 / 64),
-        (LAYERS, Role.V, 2.0**14),
-        (2, Role.K, 2.0**14),  # half of all there is to compare with
-        (1, Role.V, 2.0**14),
-    ],
-)
-def test_a_broken_scale_is_the_first_thing_the_report_names(
-    tmp_path: Path, num_layers: int, role: Role, factor: float
-) -> None:
-    """Divided by 64 it clips, times 2**14 it flushes to zero."""
-    model = build(num_layers)
-    good = fit_scales(model)
-    layer = num_layers - 1
-    broken = Site(f"model.layers.{layer}.self_attn", role)
-    bad = {**good, broken: good[broken] * factor}
-    with opened(model, tmp_path / "m") as subject:
-        report = ask(subject, {"good": good, "bad": bad})[1]
-    results = {candidate.name: candidate for candidate in report.candidates}
-    assert results["bad"].kld_mean > results["good"].kld_mean * (2 if factor < 1 else 1.02)
-    named = next(line for line in report.decision.details.splitlines() if line.startswith("bad: "))
-    what = f"{role.value} of layer {layer} {'clips' if factor < 1 else 'is partly zeroed'}"
-    assert named.startswith(f"bad: {what}")
-    assert "good: " not in report.decision.details
-    assert results["bad"].verdict is Verdict.FAIL
-    assert f"{broken} (layer {layer}) is destroyed" in results["bad"].verdict_why
-    worst, *_ = (row for row in report.layers if row.candidate == "bad")
-    assert worst.site == str(broken)
-    assert (worst.clipped if factor < 1 else worst.flushed) > 0.1
-
-
-def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(tmp_path: Path) -> None:
-    """V of layers 1 and 2 is 4096 times as large, and o undoes it: the model is the same."""
-    model = build()
-    with torch.no_grad():
-        for layer in (1, 2):
-            model.model.layers[layer].self_attn.v_proj.weight *= 4096
-            model.model.layers[layer].self_attn.o_proj.weight /= 4096
-    with opened(model, tmp_path / "m") as subject:
-        report = ask(subject, {"good": fit_scales(model)})[1]
-        alone = ask(subject, {})[1]
-    for found in (report, alone):
-        assert found.kv is not None
-        assert (found.kv.answer, found.kv.layers) == ("yes", (1, 2))
-        added = found.kv.added_by_one
-        assert added is not None
-        assert added.answer == "worse"
-        assert "\nAt scale 1.0 v of layers 1 and 2 clips, which adds KLD +" in found.advice
-    assert (report.decision.remedy, report.decision.candidate) == ("use", "good")
-    assert alone.decision.remedy == "calibrate"
-    assert alone.decision.headline == "This model needs KV scales: calibrate."
-    good, one = report.candidates
-    assert (good.name, one.name) == ("good", SCALE_ONE)
-    assert one.kld_mean > 5 * good.kld_mean
-
-
-def test_an_identical_candidate_makes_no_difference(tmp_path: Path) -> None:
-    """Nothing is quantized: ratio 1, divergence 0, agreement 1, exactly."""
-    with opened(build(), tmp_path / "m") as subject:
-        _, report, scores = ask(subject, {}, Candidate(name="same"))
-    (result,) = report.candidates
-    assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
-    assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)
-    assert result.top1_agreement == 1.0
-    assert result.verdict is Verdict.NO_DIFFERENCE
-    expected = scores.reference.logprobs
-    assert torch.equal(scores.candidates["same"].logprobs, expected)
-    assert report.tokens == 12 * 19 == len(expected)
-
-
-# --- decisions from figures made by hand ----------------------------------------------------------
 
 
 def fit(layer: int, role: str = "v", *, loss_db: float = 0.0, **more: Any) -> LayerResult:
@@ -229,7 +94,7 @@ CLIPS = fit(3, loss_db=28.0, worst_db=2.0, lost_clipped=0.8, clips=True)
 UNDERFLOWS = fit(5, "k", loss_db=2.0, worst_db=28.0, lost_flushed=0.004)
 QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, lost_flushed=0.9)
 WORSE, UNSURE, SAME = "worse", "cannot-tell", "no-difference"
-PASS, WARN, FAIL, OPEN = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL
+PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
 
 
 def need(answer: PairedAnswer | None, *losing: LayerResult) -> KvNeed:

@@ -15,14 +15,12 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import batches, find_distinct_tokens
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
-from fp8calib.model.geometry import Role
-from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification import score as score_module
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
+from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,
     add_damage,
@@ -42,7 +40,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compile
 STATIC = torch.tensor(0.0371)
 REFERENCE = find_emulated("reference")[1]
 SILENT: Any = SimpleNamespace(advance=lambda _tokens: None)
-DYNAMIC: Any = {"fmt": E4M3FN, "scale": Granularity.TOKEN}
 
 
 def gpu() -> AbstractContextManager[None]:
@@ -84,33 +81,6 @@ def test_damage_on_a_gpu_is_that_on_a_cpu(
         doubled = torch.cat([2 * total[:-1], total[-1:]])
         torch.testing.assert_close(found[key], doubled, rtol=1e-6, atol=0)
     assert (expected["a"][2] > 0) == isinstance(scale, torch.Tensor)
-
-
-def test_k_and_v_are_quantized_together_on_a_gpu() -> None:
-    """One pair has scales of its own each; of another pair the shapes differ."""
-    model = zoo.build("llama")
-    names = {name: name for name, _ in model.named_parameters()}
-    geometry = find_geometry(model, names, checkpoint_dtype="float32")[0]
-    attention = next(a for _, a in geometry.attentions())
-    sites = attention.site(Role.K), attention.site(Role.V)
-    scales = (STATIC, torch.tensor(1.7))
-    quantizers = {
-        site: Quantizer(fmt=E4M3FN, scale=scale) for site, scale in zip(sites, scales, strict=True)
-    }
-    for shapes in (((1, 2, 5, 8), (1, 2, 5, 8)), ((1, 2, 5, 8), (1, 2, 5, 4))):
-        tensors = [torch.randn(*shape) * 30 for shape in shapes]
-        on_cpu = EmulationHooks(Candidate(quantizers=quantizers))
-        expected = on_cpu.on_kv(attention, *tensors)
-        on_cpu.end_batch()
-        with gpu():
-            hooks = EmulationHooks(Candidate(quantizers=quantizers))
-            found = [x.cpu() for x in hooks.on_kv(attention, *(x.cuda() for x in tensors))]
-            hooks.end_batch()
-            damage = {site: total.cpu() for site, total in hooks.damage.items()}
-        for ours, theirs in zip(found, expected, strict=True):
-            assert torch.equal(ours, theirs)
-        for site in sites:
-            torch.testing.assert_close(damage[site], on_cpu.damage[site], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Emulated K, V and q against a plain forward whose cache was quantized by torch's casts."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from fp8calib.model.geometry import Attention, Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
-from tests import zoo
 from tests.verification import by_hand
 from tests.verification.by_hand import (
     BATCHES,
@@ -28,7 +25,6 @@ from tests.verification.by_hand import (
     cast,
     changed_queries,
     emulate,
-    opened,
     plain_forward,
     search_down,
     text_config,
@@ -223,57 +219,3 @@ def _cast_query(attention: Attention, scale: float, query: torch.Tensor) -> torc
         return cast(query, scale)
     before_scaling = query / attention.query_divisor
     return cast(before_scaling, scale) * attention.query_divisor
-
-
-def test_q_of_opt_is_quantized_before_the_model_scales_it(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """By hand where the projection ends; dividing its scaled output again may be an ulp off."""
-    with opened(zoo.build("opt"), tmp_path_factory.mktemp("opt")) as found:
-        values = {
-            attention.site(Role.Q): torch.tensor([0.02])
-            for _, attention in found.geometry.attentions()
-        }
-        quantizers = emulate_kv(query_table(found, values), WITH_QUERY)
-        (hidden,) = emulate(found, Candidate(quantizers=quantizers), FULL)
-        spread = lossless(found)
-        plain = hand_forward(found, FULL, spread)
-        for layer in found.model.model.decoder.layers:
-            layer.self_attn.q_proj.register_forward_hook(lambda _m, _a, output: cast(output, 0.02))
-        expected = hand_forward(found, FULL, spread)
-        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(hidden, plain, rtol=1e-3, atol=1e-3)
-
-
-def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subject) -> None:
-    """Queries are scaled per head here, and attention is computed from its definition."""
-    module = sys.modules[type(llama.model).__module__]
-    per_head = torch.tensor([0.013, 0.021, 0.034, 0.055])
-
-    def attend(
-        owner: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        query = cast(query, per_head.reshape(1, 4, 1, 1))
-        key = key.repeat_interleave(2, 1)
-        value = value.repeat_interleave(2, 1)
-        scores = query @ key.transpose(2, 3) * scaling + mask
-        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
-        assert owner.num_key_value_groups == 2
-        return (weights @ value).transpose(1, 2).contiguous(), None
-
-    spread = lossless(llama)
-    values = {site: value.unsqueeze(0) for site, value in spread.items()}
-    for _, attention in llama.geometry.attentions():
-        values[attention.site(Role.Q)] = per_head.unsqueeze(0)
-    table = make_table(llama, values, per_head=True)
-    llama.model.set_attn_implementation("eager")
-    try:
-        (found,) = emulate(llama, Candidate(quantizers=emulate_kv(table, WITH_QUERY)), FULL)
-        with patch.object(module, "eager_attention_forward", attend):
-            expected = hand_forward(llama, FULL, spread)
-    finally:
-        llama.model.set_attn_implementation("sdpa")
-    # A score that differs in its last bit may round to another code in the next layer.
-    difference = (found - expected).abs()
-    assert float(difference.median()) < 1e-6
-    assert float(difference.max()) < 0.02

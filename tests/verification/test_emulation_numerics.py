@@ -25,13 +25,13 @@ from tests.verification.by_hand import (
     cast_rows,
     ceil_log2,
     emulate_scheme,
+    hold_weights,
     make_table,
     opened,
     row_scales,
     search_down,
     tensor_scale,
 )
-from tests.verification.test_emulation_linears import weights_held
 from tests.zoo import draw
 
 EVERY_SIZE = replace(find_emulated("vllm")[1], power_of_two_sizes=(1, 1))
@@ -275,7 +275,7 @@ def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(wide: Su
         strips.append(torch.cat(pieces, 1))
     for numerics, held in ((EVERY_SIZE, torch.cat(strips, 0)), (PLAIN, first)):
         found = emulate_scheme(wide, SCHEMES["fp8-block"], numerics)
-        assert torch.equal(weights_held(wide, found)[name], held)
+        assert torch.equal(hold_weights(wide, found)[name], held)
     assert not torch.equal(torch.cat(strips, 0), first)
 
 
@@ -294,33 +294,9 @@ def test_powers_of_two_are_for_the_linears_that_deep_gemm_runs(
         found = emulate_scheme(subject, SCHEMES["fp8-block"], find_emulated("vllm")[1])
         changed = {
             name.split(".")[-2]
-            for name, held in weights_held(subject, found).items()
+            for name, held in hold_weights(subject, found).items()
             if name.startswith("model.layers.0.") and held.ndim == 2
             if not torch.equal(held, cast_blocks(subject.model.get_parameter(name).detach()))
         }
     rounded = {site.module for site, each in found.quantizers.items() if each.power_of_two}
     assert changed == {name.split(".")[-1] for name in rounded} == set(linears.split())
-
-
-def test_experts_down_projections_do_not_go_through_fp16(tmp_path: Path) -> None:
-    model = zoo.build("mixtral")
-    experts = model.model.layers[0].mlp.experts
-    with torch.no_grad():
-        for weight in (experts.gate_up_proj, experts.down_proj):
-            values = torch.logspace(-9, 8.8, weight[0].numel(), base=2.0).reshape(weight[0].shape)
-            weight.copy_(values.expand_as(weight))
-            weight[:, -1, -1] = 448.0
-            weight.mul_(2.0**-20)
-    numerics = replace(PLAIN, weights_through_float16=True)
-    held, once = {}, {}
-    with opened(model, tmp_path / "m") as subject:
-        stats = run_calibration(tmp_path / "m", make_plan(draw([20, 20])))[1]
-        emulation = emulate_scheme(subject, SCHEMES["fp8-static"], numerics, stats=stats)
-        weights = weights_held(subject, replace(emulation, quantizers={}))
-        for name in ("gate_up_proj", "down_proj"):
-            path = f"model.layers.0.mlp.experts.{name}"
-            once[name] = cast(subject.model.get_parameter(path).detach(), 2.0**-20)
-            held[name] = weights[path]
-    assert torch.equal(held["down_proj"], once["down_proj"])
-    assert torch.equal(held["gate_up_proj"], cast(once["gate_up_proj"].half().float(), 2.0**-20))
-    assert not torch.equal(held["gate_up_proj"], once["gate_up_proj"])

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,21 +13,14 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification import score as score_module
 from fp8calib.verification import token_scores as scoring
-from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.token_scores import open_lm_head, score_batch, scoring_bytes
 from tests import zoo
 from tests.kit.allocations import peak_allocated
 from tests.kit.multimodal import build_multimodal
 from tests.simulated_gpus import gpu
 from tests.verification.by_hand import (
-    PLAIN,
     Subject,
-    emulate_scheme,
     make_batch,
     opened,
     padding_mask,
@@ -117,22 +109,6 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
 # --- blocks ------------------------------------------------------------------------------------
 
 
-def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None:
-    """A spy on the head: the whole model would have given it 78 rows at once."""
-    rows: list[int] = []
-    with opened(zoo.build("llama"), tmp_path / "m") as subject:
-        spy = subject.model.lm_head.register_forward_hook(
-            lambda _module, args, _output: rows.append(args[0].flatten(0, -2).shape[0])
-        )
-        table = make_unscaled_table(subject.geometry, E4M3FN)
-        emulation = Candidate(quantizers=emulate_kv(table, PLAIN))
-        with patch.dict(scoring._BYTES_AT_ONCE, {4: 16 * 128 * 4}):
-            score_all(subject, {"one": emulation, "two": emulation}, BATCHES)
-        spy.remove()
-    assert max(rows) == 16
-    assert sum(rows) == 3 * (35 + 38)
-
-
 @pytest.mark.parametrize("vocab_size", [3, 64, 130, 1000])
 def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> None:
     """In bfloat16 the largest logit often stands at several tokens; greedy decoding takes one."""
@@ -156,26 +132,6 @@ def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> N
 
 
 # --- the comparison ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path: Path) -> None:
-    """Weights change once for a group of batches; each batch alone gives the same numbers."""
-    with opened(zoo.build(family), tmp_path / "m") as subject:
-        kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        emulations = {
-            "w8a8": emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN),
-            "kv": Candidate(quantizers=kv),
-        }
-        found = []
-        for limit in (0, 45, 10**6):
-            with patch.object(score_module, "find_room", lambda *_, limit=limit: (limit, False)):
-                found.append(score_all(subject, emulations, BATCHES))
-    for other in found[1:]:
-        for name in emulations:
-            assert torch.equal(other.candidates[name].logprobs, found[0].candidates[name].logprobs)
-            assert other.hooks[name].damage.keys() == found[0].hooks[name].damage.keys()
-    assert float(found[0].candidates["w8a8"].klds.mean()) > 0
 
 
 @pytest.mark.parametrize(("row", "place"), [(0, 2), (1, 11), (2, 0)])

@@ -11,19 +11,17 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.load import load_model, open_source
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED, find_experts
-from tests.verification.by_hand import Subject, emulate_checkpoint, emulate_scheme, make_subject
+from tests.verification.by_hand import (
+    emulate_checkpoint,
+    emulate_scheme,
+    hold_weights,
+    make_subject,
+)
 
 REFERENCE = find_emulated("reference")[1]
 Tensors = dict[str, torch.Tensor]
-
-
-def apply(subject: Subject, changes: tuple[WeightChange, ...]) -> Tensors:
-    """Give all parameters while the changes are in the model."""
-    with changed_weights(subject.model, changes, subject.originals, {}, {}):
-        return {name: p.detach().clone() for name, p in subject.model.named_parameters()}
 
 
 def join_by_hand(stored: Tensors, found: Tensors, number: int, path: str) -> None:
@@ -59,9 +57,9 @@ def test_experts_in_memory_are_those_on_disk_and_those_of_the_scheme(
             written = run(folder, tmp_path / scheme, scheme)
             with Fp8Checkpoint.open(written.out, fuse=REFERENCE.fused_share_scales) as checkpoint:
                 stored = emulate_checkpoint(subject, checkpoint, REFERENCE)
-                found = apply(subject, stored.weights)
+                found = hold_weights(subject, stored)
             planned = emulate_scheme(subject, SCHEMES[scheme], REFERENCE)
-            expected = apply(subject, planned.weights)
+            expected = hold_weights(subject, planned)
             assert all(torch.equal(found[each], expected[each]) for each in found)
             assert stored.quantizers == planned.quantizers
             paths = find_experts(model)

@@ -1,4 +1,4 @@
-"""Summaries of token scores against numpy, a bootstrap over sequences, and numbers by hand."""
+"""Summaries of token scores against numpy, and numbers by hand."""
 
 import math
 import sys
@@ -83,37 +83,6 @@ def test_an_error_that_nobody_can_know_is_not_zero(losses: list[float], lengths:
         verdict, why = judge(summary, gate)
         assert verdict is Verdict.CANNOT_TELL
         assert "whose error is unknown" in why
-
-
-def test_the_error_is_what_a_bootstrap_over_sequences_finds() -> None:
-    """Lengths differ, and tokens of a sequence go together; resampling tokens finds less."""
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(5, 60, size=80)
-    parts = [
-        0.3 * generator.normal() + 0.5 * generator.normal(size=length - 1) for length in lengths
-    ]
-    losses = np.concatenate(parts)
-    sums = np.array([part.sum() for part in parts])
-    counts = lengths - 1
-    picks = generator.integers(0, 80, size=(20000, 80))
-    means = sums[picks].sum(1) / counts[picks].sum(1)
-    found = standard_error(torch.from_numpy(losses), lengths.tolist())[0]
-    assert found == pytest.approx(means.std(), rel=0.03)
-    assert found > 2 * losses.std() / math.sqrt(len(losses))
-
-
-def test_the_error_of_the_ratio_is_that_of_its_logarithm_times_the_ratio() -> None:
-    """The delta method, against a bootstrap of the ratio itself."""
-    generator = np.random.default_rng(1)
-    parts = [0.02 * generator.normal(size=20) + 0.01 * generator.normal() for _ in range(60)]
-    reference = generator.normal(size=1200) - 5
-    candidate = reference - np.concatenate(parts) - 0.1
-    summary = summarize(make_scores(candidate), make_scores(reference), [21] * 60)
-    means = np.array([part.mean() for part in parts]) + 0.1
-    picks = generator.integers(0, 60, size=(20000, 60))
-    ratios = np.exp(means[picks].mean(1))
-    assert summary.ppl_ratio == pytest.approx(math.exp(means.mean()), rel=1e-6)
-    assert summary.ppl_ratio_se == pytest.approx(ratios.std(), rel=0.03)
 
 
 @settings(max_examples=50, deadline=None)

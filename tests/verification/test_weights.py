@@ -15,7 +15,6 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.weights import (
     HeldWeight,
-    ScaleRange,
     changed_weights,
     find_clipped,
 )
@@ -25,6 +24,7 @@ from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
     Subject,
     emulate_checkpoint,
+    hold_weights,
     opened,
 )
 
@@ -64,14 +64,14 @@ def is_quantized(name: str) -> bool:
     return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight"))
 
 
-def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch.dtype) -> Path:
+def write(subject: Subject, folder: Path, form: str, factor: float = 1 / 3) -> Path:
     """Quantize a saved model with scales that are `factor` times what they should be."""
     find_amax, config = FORMS[form]
     subject.model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in filter(is_quantized, list(tensors)):
-        scale = (find_amax(tensors[name]) / LARGEST * factor).to(dtype)
-        quotient = tensors[name] / spread(scale.float(), tensors[name].shape)
+        scale = find_amax(tensors[name]) / LARGEST * factor
+        quotient = tensors[name] / spread(scale, tensors[name].shape)
         tensors[name] = quotient.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -83,13 +83,11 @@ def read(subject: Subject, folder: Path, numerics: Numerics = REFERENCE) -> Cand
     return emulate_checkpoint(subject, checkpoint, numerics)
 
 
-def look(subject: Subject, candidate: Candidate) -> tuple[dict[str, int], dict[str, ScaleRange]]:
-    """Count what was clipped, and give the scales, of each linear."""
+def count_clipped(subject: Subject, candidate: Candidate) -> dict[str, int]:
+    """Count what was clipped of each linear."""
     damage: dict[Site, torch.Tensor] = {}
-    scales: dict[Site, ScaleRange] = {}
-    with changed_weights(subject.model, candidate.weights, subject.originals, damage, scales):
-        counts = {site.module: int(Damage(*each.tolist()).clipped) for site, each in damage.items()}
-        return counts, {site.module: found for site, found in scales.items()}
+    with changed_weights(subject.model, candidate.weights, subject.originals, damage, {}):
+        return {site.module: int(Damage(*each.tolist()).clipped) for site, each in damage.items()}
 
 
 def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
@@ -111,33 +109,17 @@ def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
 def test_what_a_checkpoint_clipped_is_counted(
     wide: Subject, tmp_path: Path, form: str, engine: str
 ) -> None:
-    folder = write(wide, tmp_path / "fp8", form, 1 / 3, torch.float32)
+    folder = write(wide, tmp_path / "fp8", form)
     expected = count_by_hand(wide, folder)
     assert min(expected.values()) > 0
-    assert look(wide, read(wide, folder, find_emulated(engine)[1]))[0] == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
-def test_scales_that_fit_clip_nothing_and_are_told(
-    wide: Subject, tmp_path: Path, form: str, dtype: torch.dtype
-) -> None:
-    """In bfloat16 half of the scales are rounded down, which costs nobody anything."""
-    folder = write(wide, tmp_path / "fp8", form, 1.0, dtype)
-    clipped, scales = look(wide, read(wide, folder))
-    assert set(clipped.values()) == {0}
-    stored = load_file(folder / "model.safetensors")
-    for name in filter(is_quantized, stored):
-        found, scale = scales[name.removesuffix(".weight")], stored[f"{name}_scale"].float()
-        ends = (float(scale.min()), float(scale.max()))
-        assert found == (form, *ends)
+    assert count_clipped(wide, read(wide, folder, find_emulated(engine)[1])) == expected
 
 
 def test_what_a_checkpoint_clipped_of_experts_is_counted(tmp_path: Path) -> None:
     with opened(zoo.build("mixtral"), tmp_path / "m") as subject:
-        folder = write(subject, tmp_path / "fp8", "tensor", 1 / 3, torch.float32)
+        folder = write(subject, tmp_path / "fp8", "tensor")
         by_hand = count_by_hand(subject, folder)
-        found, _ = look(subject, read(subject, folder))
+        found = count_clipped(subject, read(subject, folder))
     for layer in range(2):
         experts = {
             name: count
@@ -154,7 +136,7 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
     """The model holds the w1 and w3 of four experts in one parameter."""
     name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     with opened(zoo.build("mixtral"), tmp_path / "m") as subject:
-        folder = write(subject, tmp_path / "fp8", "tensor", 1.0, torch.float32)
+        folder = write(subject, tmp_path / "fp8", "tensor", 1.0)
         tensors = load_file(folder / "model.safetensors")
         subject.model.save_pretrained(tmp_path / "plain")
         plain = load_file(tmp_path / "plain" / "model.safetensors")
@@ -163,11 +145,11 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
         tensors[name] = plain[name] * 2
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         checkpoint = Fp8Checkpoint.open(folder, fuse=REFERENCE.fused_share_scales)
-        changes = emulate_checkpoint(subject, checkpoint, REFERENCE).weights
-        before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
-        with changed_weights(subject.model, changes, subject.originals, {}, {}):
-            found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
-    copied = [each for each in changes if isinstance(each, HeldWeight) and each.scales is None]
+        stored = emulate_checkpoint(subject, checkpoint, REFERENCE)
+        before, found = hold_weights(subject, Candidate()), hold_weights(subject, stored)
+    copied = [
+        each for each in stored.weights if isinstance(each, HeldWeight) and each.scales is None
+    ]
     stack = "model.layers.1.mlp.experts.gate_up_proj"
     assert [parameter.name for each in copied for parameter in each.parameters] == [stack]
     rows = len(plain[name])
