@@ -22,7 +22,7 @@ from tests.engines.test_check_weights import (
     explain_refusal,
     make,
 )
-from tests.real_engines.test_vllm_weights import Tensors, list_modules, spread_blocks
+from tests.real_engines.test_vllm_weights import Tensors, list_modules
 from tests.real_engines.vllm_job import PYTHON, load_or_refuse
 
 SMALL = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
@@ -85,7 +85,8 @@ JOINED = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 def spread(tensors: Tensors, begin: str) -> torch.Tensor:
     """Give every element of a weight its scale, as vLLM's kernels find it."""
     suffix = "weight_scale_inv" if f"{begin}weight_scale_inv" in tensors else "weight_scale"
-    return spread_blocks(tensors[f"{begin}{suffix}"], tensors[f"{begin}weight"].shape)
+    rows, columns = (torch.arange(size) // 128 for size in tensors[f"{begin}weight"].shape)
+    return tensors[f"{begin}{suffix}"][rows][:, columns]
 
 
 QUESTION = """

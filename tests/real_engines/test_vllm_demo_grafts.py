@@ -1,4 +1,4 @@
-"""KV scales that were added to SmolLM2 in every form: in `check`, in transformers and in vLLM.
+"""KV scales that were added to SmolLM2 in every form, in vLLM.
 
 vLLM's CPU build has kernels for INT4 and INT8 weights of compressed-tensors with inputs in INT8;
 other forms go through its weight loader alone.

@@ -19,6 +19,7 @@ from fp8calib.formats.fp8.registry import list_written_fp8
 from tests.engines.test_check_weights import make
 from tests.quantization.by_hand import run, separate_scales
 from tests.quantization.stacked import STACKED
+from tests.real_engines.fuzz.compare import compare_matrices, dequantize
 from tests.real_engines.vllm_job import load_in_vllm
 
 Tensors = dict[str, torch.Tensor]
@@ -162,27 +163,8 @@ def test_the_weights_that_vllm_computes_with_are_those_we_emulate(
     with Fp8Checkpoint.open(
         written[case], fuse=True, through_float16=True, keeps_equal_scales=True
     ) as checkpoint:
+        ready = {n.removeprefix("ready."): t for n, t in loaded[case].items() if "ready." in n}
+        prepared = dequantize(ready, is_transposed=True)
         for begin, members in list_modules(f"{i}.{name}" for i in (0, 1) for name in LINEARS):
-            found = dequantize(loaded[case], f"ready.{begin}")
             parts = [checkpoint.read(f"{member}.weight") for member in members]
-            torch.testing.assert_close(found, torch.cat(parts), rtol=1e-6, atol=0)
-
-
-def dequantize(tensors: Tensors, begin: str) -> torch.Tensor:
-    """Multiply the codes that vLLM holds by their scales: fp32 [out, in]."""
-    codes = tensors[f"{begin}weight"].float()
-    if f"{begin}weight_scale_inv" in tensors:
-        return codes * spread_blocks(tensors[f"{begin}weight_scale_inv"], codes.shape)
-    scale = tensors[f"{begin}weight_scale"]
-    if scale.dtype is torch.uint8:
-        powers = (scale.float() - 127).exp2()
-        return codes * powers.repeat_interleave(32, 1)
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        return codes * spread_blocks(scale, codes.shape)
-    return codes.T * (scale.reshape(-1, 1) if scale.numel() > 1 else scale)
-
-
-def spread_blocks(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Give every element the scale of its 128 x 128 block."""
-    rows, columns = (torch.arange(size) // 128 for size in shape)
-    return scale[rows][:, columns]
+            assert compare_matrices(prepared[f"{begin}weight"], torch.cat(parts)) < 1e-6

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.real_engines.fuzz.compare import dequantize
 from tests.real_engines.fuzz.damage import (
     Change,
     Damage,
@@ -76,19 +77,9 @@ def _choose(draft: Draft, *ends: str) -> str:
 
 def _restore(draft: Draft, module: str, *, keep_scales: bool = False) -> None:
     """Store a linear in 16 bits, with the numbers that its codes stood for before any damage."""
-    codes = draft.undamaged[f"{module}.weight"].float()
-    beside = (name for name in draft.undamaged if name.startswith(f"{module}."))
-    scales = (draft.undamaged[name] for name in beside if _is_scale(name))
-    stored = next(scales, torch.ones(1))
-    scale = stored.float()
-    if stored.dtype is torch.uint8:
-        scale = torch.exp2(scale - 127).repeat_interleave(32, 1)
-    elif (scale.dim() == 2 and scale.shape[1] != 1) or scale.numel() not in {1, codes.shape[0]}:
-        rows, columns = (torch.arange(size) // 128 for size in codes.shape)
-        scale = scale[rows][:, columns]
-    else:
-        scale = scale.reshape(-1, 1)
-    draft.put(f"{module}.weight", (codes * scale).bfloat16())
+    own = {name: draft.undamaged[name] for name in draft.undamaged if name.startswith(f"{module}.")}
+    weight = f"{module}.weight"
+    draft.put(weight, dequantize(own)[weight].bfloat16())
     for name in draft.companions(module):
         if not keep_scales and (_is_scale(name) or _is_input(name)):
             draft.pop(name)
