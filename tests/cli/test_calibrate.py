@@ -314,7 +314,31 @@ def test_rows_that_cannot_be_used_are_skipped_counted_and_named(
     assert not (tmp_path / "b").exists()
 
 
-def make_progress(progress: dict[Site, list[float] | None]) -> RunStats:
+HALF = (
+    "half of the text gave {} of the final amax of {} in the median, and {} in the slowest tensor "
+    "({})"
+)
+K, V, INPUT = Site("a", Role.K), Site("c", Role.V), Site("b", Role.INPUT)
+SATURATED: list[tuple[dict[Site, list[float] | None], str]] = [
+    # a: 1/8 2/8 4/8; c: 1/4 3/4 3/4
+    (
+        {K: [1.0, 2.0, 4.0, 8.0], INPUT: [4.0, 1.0, 1.0, 2.0], V: [1.0, 3.0, 2.0, 4.0]},
+        HALF.format("50%", "K and V", "25%", "a.k"),
+    ),
+    ({INPUT: [1.0, 3.0, 2.0, 4.0]}, HALF.format("75%", "inputs", "75%", "b.input")),
+    ({}, ""),
+    ({Site("a", Role.WEIGHT): [1.0, 2.0, 3.0, 4.0]}, ""),
+    ({K: None}, ""),
+    ({K: [0.0, 0.0, 0.0, 0.0]}, ""),
+]
+"""Amax by quarter of the text, and what is said."""
+
+
+@pytest.mark.parametrize(("progress", "told"), SATURATED)
+def test_shares_are_running_maxima_over_the_final_one(
+    progress: dict[Site, list[float] | None], told: str
+) -> None:
+    """Those of inputs count where no cache was observed."""
     sites = {
         site: SiteStats(
             count=4,
@@ -323,48 +347,7 @@ def make_progress(progress: dict[Site, list[float] | None]) -> RunStats:
         )
         for site, values in progress.items()
     }
-    return make_stats(make_geometry([]), sites)
-
-
-def test_shares_of_k_and_v_are_running_maxima_over_the_final_one() -> None:
-    saturation = compute_saturation(
-        make_progress(
-            {
-                Site("a", Role.K): [1.0, 2.0, 4.0, 8.0],
-                Site("b", Role.INPUT): [4.0, 1.0, 1.0, 2.0],
-                Site("c", Role.V): [1.0, 3.0, 2.0, 4.0],
-            }
-        )
-    )
-    assert saturation is not None
-    # a: 1/8 2/8 4/8; c: 1/4 3/4 3/4
-    assert saturation.median_share == (0.1875, 0.5, 0.625)
-    assert saturation.least_share == (0.125, 0.25, 0.5)
-    assert saturation.slowest_site == "a.k"
-    assert saturation.describe() == (
-        "half of the text gave 50% of the final amax of K and V in the median, and 25% in the "
-        "slowest tensor (a.k)"
-    )
-
-
-def test_shares_of_inputs_count_where_no_cache_was_observed() -> None:
-    saturation = compute_saturation(make_progress({Site("b", Role.INPUT): [1.0, 3.0, 2.0, 4.0]}))
-    assert saturation is not None
-    assert saturation.describe() == (
-        "half of the text gave 75% of the final amax of inputs in the median, and 75% in the "
-        "slowest tensor (b.input)"
-    )
-
-
-@pytest.mark.parametrize(
-    "progress",
-    [
-        {},
-        {Site("a", Role.WEIGHT): [1.0, 2.0, 3.0, 4.0]},
-        {Site("a", Role.K): None},
-        {Site("a", Role.K): [0.0, 0.0, 0.0, 0.0]},
-    ],
-    ids=["no sites", "weights", "nothing kept", "only zeros"],
-)
-def test_where_nothing_was_run_there_is_none(progress: dict[Site, list[float] | None]) -> None:
-    assert compute_saturation(make_progress(progress)) is None
+    found = compute_saturation(make_stats(make_geometry([]), sites))
+    assert (found.describe() if found else "") == told
+    if K in progress and found:
+        assert (found.median_share, found.least_share) == ((0.1875, 0.5, 0.625), (0.125, 0.25, 0.5))

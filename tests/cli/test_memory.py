@@ -66,25 +66,6 @@ def _sizes(start: str, text: str) -> list[float]:
     return [float(size) for size in re.findall(r"(\S+) GiB", line)]
 
 
-def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) -> None:
-    cap = cap_gib(64 * 2**20 + TABLE_BYTES // 2)
-    out = tmp_path / "out"
-    command = ("calibrate", wide, "--data", data, *QUICK, "--out", out, "--memory", cap)
-    plan = succeed(*command, "--dry-run", "--json").json["plan"]
-    assert plan["streamed"]
-    assert plan["layers"] == 2
-    assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]
-    text = succeed(*command, "--dry-run").out
-    table, memory, more = text.partition("streaming layer by layer: ")
-    assert memory
-    assert "rows: 2 used of " in more
-    titles = [line.split("  ")[0].strip() for line in table.splitlines()[2:]]
-    assert titles[-2:] == ["memory limit", "scratch"]
-    assert not [title for title in titles if "_" in title]
-    assert re.search(r"^dtype why +as requested", text, re.MULTILINE)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("family", "code", "command", "why"),
     [

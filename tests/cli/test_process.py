@@ -2,8 +2,6 @@
 
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -13,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from fp8calib import __version__
-from tests.cli.conftest import QUICK, write_rows
+from tests.cli.conftest import write_rows
 from tests.cli.program import snapshot
 from tests.kit.forks import start_fork
-from tests.kit.minutes import takes_minutes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")
@@ -156,51 +153,6 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
     missing = lines[: len(commands) - 1]
     assert all(line.startswith("error: ") and none in line for line in missing), missing
     assert lines[len(missing)] == "loading libraries"
-
-
-def run_on_terminal(columns: int, *arguments: object) -> tuple[str, float, float]:
-    """Run the program on a terminal; give its text, and the seconds to the first byte and the end.
-
-    The text has a line for each state of the bar.
-    """
-    terminal, inside = pty.openpty()
-    started = time.monotonic()
-    done = subprocess.Popen(
-        [*PROGRAM, *map(str, arguments)],
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        env={**ENVIRONMENT, "TERM": "xterm", "COLUMNS": str(columns)},
-    )
-    os.close(inside)
-    chunks: list[bytes] = []
-    first_s = 0.0
-    while True:
-        try:
-            chunk = os.read(terminal, 1 << 16)
-        except OSError:  # Linux: nobody holds the other end
-            break
-        first_s = first_s or time.monotonic() - started
-        chunks.append(chunk)
-    assert done.wait() == 0
-    os.close(terminal)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode())
-    return text.replace("\r", "\n"), first_s, time.monotonic() - started
-
-
-@takes_minutes
-def test_a_terminal_shows_life_at_once_and_a_bar_that_fits(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
-    text, first_s, whole_s = run_on_terminal(80, *command)
-    lines = [line for line in text.splitlines() if line.strip()]
-    assert lines[0].endswith("loading libraries")
-    assert first_s < whole_s / 3  # a fraction of a second; torch takes several
-    bars = [line for line in lines if "\u2501" in line]
-    assert bars
-    assert max(map(len, bars)) <= 80
-    assert any("calibrating: " in bar for bar in bars), bars
 
 
 # --- signals that Python swallows ----------------------------------------------------------------

@@ -89,57 +89,11 @@ def test_json_holds_the_promised_keys(command: Command, files: Path) -> None:
     assert not any("used for calibration" in text for text in report["warnings"])
 
 
-def test_dump_holds_the_log_probability_of_every_scored_token(
-    command: Command, files: Path, tmp_path: Path
-) -> None:
-    stats, path = str(files / "stats.safetensors"), tmp_path / "d.safetensors"
-    report = succeed(*command, "--scales", stats, "--dump", path, "--json").json
-    dumped = load_file(path)
-    assert set(dumped) == {"reference", stats, "scale-1.0"}
-    ppl = {each["name"]: each["ppl"] for each in report["candidates"]}
-    for name, logprobs in dumped.items():
-        assert logprobs.shape == (60,)
-        assert logprobs.dtype is torch.float32
-        expected = ppl.get(name, report["reference"]["ppl"])
-        assert math.exp(-logprobs.double().mean()) == pytest.approx(expected, rel=1e-6)
-
-
 def test_tables_are_printed_for_people(command: Command, files: Path) -> None:
     rules = ("--rules", "amax,mse,percentile:99,headroom:2", "--all")
     out = succeed(*command, "--scales", files, *rules).out
     for words in ("scale-1.0", "tensors of lowest SQNR", "the smallest KLD first"):
         assert words in out
-
-
-@pytest.mark.parametrize(
-    ("scheme", "weights", "inputs"),
-    [
-        ("fp8-static", "tensor", "tensor"),
-        ("fp8-dynamic", "channel", "token"),
-        ("w8a16", "channel", None),
-        ("fp8-block", "block", "group"),
-    ],
-)
-def test_a_scheme_quantizes_weights_and_the_report_tells_what_shares_a_scale(
-    command: Command, files: Path, scheme: str, weights: str, inputs: str | None
-) -> None:
-    report = succeed(*command, "--scales", files, "--scheme", scheme, "--json").json
-    assert report["candidates"][0]["gate"] == "w8a8"
-    ignored = "its KV scales are ignored: a scheme quantizes weights and inputs"
-    assert any(ignored in text for text in report["warnings"])
-    rows = [row for row in report["layers"] if row["candidate"] != "scale-1.0"]
-    assert sum(row["role"] == "weight" for row in rows) == 2 * 7
-    assert {row["scale_per"] for row in rows if row["role"] == "weight"} == {weights}
-    assert {row["scale_per"] for row in rows if row["role"] == "input"} == {inputs} - {None}
-    for row in rows:
-        is_dynamic = row["role"] == "input" and inputs != "tensor"
-        assert (row["scale"] is None) == is_dynamic
-        if row["scale_per"] == "channel":
-            assert 0 < row["smallest_scale"] < row["scale"]
-        elif row["scale_per"] == "tensor":
-            assert row["smallest_scale"] is None
-        if (row["role"], row["scale_per"]) == ("weight", "tensor"):
-            assert row["amax"] <= row["scale"] * 448 * (1 + 1e-6)
 
 
 def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Path) -> None:
