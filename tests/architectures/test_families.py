@@ -98,6 +98,7 @@ def test_odd_types_are_calibrated_verified_and_quantized(name: str, tmp_path: Pa
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in text))
     options = (tmp_path / "model", "--data", rows, "--seq-len", 16, "--device", "cpu")
+    options = (*options, "--dtype", "bfloat16")  # as the model, whatever this processor has
 
     for command in (
         ("calibrate", *options, "--out", tmp_path / "out"),
