@@ -32,17 +32,13 @@ class Plugin:
     """Places `MODULE:NAME` of a `fp8calib.engines.engine.Engine`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPlugins:
-    """The plug-ins by name, and why others are not usable."""
-
-    plugins: Mapping[str, Plugin]
-    faults: tuple[str, ...]
-
-
 @cache
-def find_plugins() -> FoundPlugins:
-    """Import the registration module of every plug-in; one that fails is named, and is no error."""
+def find_plugins() -> tuple[Mapping[str, Plugin], tuple[str, ...]]:
+    """Import the registration module of every plug-in; one that fails is no error.
+
+    Returns:
+        The plug-ins by name, and why others are not usable.
+    """
     plugins: dict[str, Plugin] = {}
     faults = []
     # Ours come first: another one of the same name does not replace them.
@@ -70,7 +66,7 @@ def find_plugins() -> FoundPlugins:
             faults.append(f"{where}: another plug-in has this name")
         else:
             plugins[point.name] = found
-    return FoundPlugins(plugins=plugins, faults=tuple(faults))
+    return plugins, tuple(faults)
 
 
 def list_modules(place: str) -> tuple[str, ...]:
@@ -97,7 +93,7 @@ def _list_entry_points() -> Iterator[EntryPoint]:
 
 def load_all(kind: Literal["formats", "engines"]) -> Iterator[Any]:
     """Import the formats or engines of all plug-ins; one that fails is left out with a warning."""
-    for place in (p for found in find_plugins().plugins.values() for p in getattr(found, kind)):
+    for place in (p for found in find_plugins()[0].values() for p in getattr(found, kind)):
         module, _, name = place.partition(":")
         try:
             yield getattr(import_module(module), name)

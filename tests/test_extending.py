@@ -98,7 +98,7 @@ def test_a_scheme_is_quantized_read_back_and_verified(model: Path, tmp_path: Pat
         np.testing.assert_array_equal(codes[i : i + 64, j : j + 64], expected)
 
     with Fp8Checkpoint.open(out, fuse=False) as checkpoint:
-        assert checkpoint.granularity(name) is Granularity.BLOCK
+        assert checkpoint.scheme(name).weights is Granularity.BLOCK
         error = np.abs(checkpoint.read(name).numpy() - weight)
         assert 0 < error.max() <= max(scales.values()) * 16
     quick = ("--data", "builtin", "--samples", 2, "--seq-len", 16, "--dtype", "float32", "--json")

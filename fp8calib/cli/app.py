@@ -159,7 +159,7 @@ class _Group(TyperGroup):
             formatter.write_dl(
                 [(typed, summarize_command(n)) for typed, n in self._requests.items()]
             )
-        if self._is_program and (faults := find_plugins().faults):
+        if self._is_program and (faults := find_plugins()[1]):
             with formatter.section("Plug-ins that cannot be used"):
                 for fault in faults:
                     formatter.write_text(fault)

@@ -32,7 +32,7 @@ def spell_commands() -> dict[str, str]:
     That is a name of `COMMANDS`, or the module or the package of a plug-in.
     """
     own = {name.replace("_", "-"): name for name in COMMANDS}
-    found = plugin.find_plugins().plugins.values()
+    found = plugin.find_plugins()[0].values()
     added = {typed: place for each in found for typed, place in each.commands.items()}
     return {**own, **added, **own}
 

@@ -22,7 +22,7 @@ from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
 from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.module_paths import match_names
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
@@ -99,7 +99,7 @@ def compute_kv_scales(
                 amax = amax.max().expand(tp) if is_latent else max_per_rank(amax, tp)
             scale = _make_scale(amax, fmt, unseen=any(each.count == 0 for each in seen))
             if owner is not attention:
-                scale = replace(scale, source=ScaleSource.SHARED)
+                scale = replace(scale, source="shared")
             elif clip_range.kept_amax:
                 kept_amax[attention.site(role)] = clip_range.kept_amax
             scales[attention.site(role)] = scale
@@ -282,9 +282,9 @@ def _make_scale(amax: torch.Tensor, fmt: Fp8Format, *, unseen: bool) -> Scale:
     """Compute the scale of an amax; NaN where it is zero."""
     values = torch.where(amax > 0, scale_of(amax, fmt), torch.nan)
     if unseen:
-        return Scale(values=values, source=ScaleSource.UNSEEN)
+        return Scale(values=values, source="unseen")
     is_zero = bool(values.isnan().any())
-    return Scale(values=values, source=ScaleSource.ALL_ZERO if is_zero else ScaleSource.OBSERVED)
+    return Scale(values=values, source="all-zero" if is_zero else "observed")
 
 
 def _fill_missing(

@@ -66,9 +66,9 @@ def read_scales(
     assert dialect.read is not None  # noqa: S101 -- whatever is recognised is read
     parsed = dialect.read(files, geometry)
     values, sources, notes = _fill_shared(geometry, parsed)
-    sources |= dict.fromkeys(parsed.filled, ScaleSource.DEFAULTED)
+    sources |= dict.fromkeys(parsed.filled, "defaulted")
     scales = {
-        site: Scale(values=values[site], source=sources.get(site, ScaleSource.OBSERVED))
+        site: Scale(values=values[site], source=sources.get(site, "observed"))
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
         if (site := attention.site(role)) in values
@@ -101,9 +101,9 @@ def _fill_shared(
         for role in KV_ROLES:
             site, theirs = attention.site(role), values[producer.site(role)]
             if site not in values:
-                values[site], shared[site] = theirs, ScaleSource.ABSENT
+                values[site], shared[site] = theirs, "absent"
             elif values[site].equal(theirs):
-                shared[site] = ScaleSource.SHARED
+                shared[site] = "shared"
             elif layer.index not in differing:
                 differing.append(layer.index)
     notes = [

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
@@ -16,29 +15,20 @@ if TYPE_CHECKING:  # scales are recognised without torch
     import torch
 
 
-class ScaleSource(StrEnum):
-    """Where a scale comes from."""
+ScaleSource = Literal["observed", "shared", "absent", "defaulted", "all-zero", "unseen"]
+"""Where a scale comes from.
 
-    OBSERVED = "observed"
-    SHARED = "shared"
-    """Another layer, whose cache this layer reads."""
-    ABSENT = "absent"
-    """The same, where a file has no scale for this layer."""
-    DEFAULTED = "defaulted"
-    """1.0, because a file has no scale for this layer."""
-    ALL_ZERO = "all-zero"
-    """The fallback, because the amax was zero."""
-    UNSEEN = "unseen"
-    """The fallback, because no token reached the site."""
-
-
+`shared`: another layer, whose cache this layer reads; `absent`: the same, where a file has no scale
+for this layer. `defaulted`: 1.0, because a file has no scale for this layer. The fallback is
+`all-zero`, because the amax was zero, or `unseen`, because no token reached the site.
+"""
 _SHARED = "reads another layer's K and V, so it carries that layer's scale"
 _WHY_NOT_OBSERVED = {
-    ScaleSource.SHARED: _SHARED,
-    ScaleSource.ABSENT: _SHARED,
-    ScaleSource.DEFAULTED: "the file has none, and engines use 1.0",
-    ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
-    ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
+    "shared": _SHARED,
+    "absent": _SHARED,
+    "defaulted": "the file has none, and engines use 1.0",
+    "all-zero": "only zeros were seen, so its scale is the fallback",
+    "unseen": "no token reached it, so its scale is the fallback",
 }
 
 
@@ -101,4 +91,4 @@ class ScaleTable:
 
     def not_observed(self) -> list[tuple[Site, Scale]]:
         """List the sites whose scale was not computed from their own statistics."""
-        return [item for item in self.scales.items() if item[1].source is not ScaleSource.OBSERVED]
+        return [item for item in self.scales.items() if item[1].source != "observed"]

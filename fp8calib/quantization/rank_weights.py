@@ -31,7 +31,7 @@ from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.kv.json import name_rank_files
 from fp8calib.formats.metadata import make_metadata
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import Linear, ModelGeometry, Part, Role, Site, find_difference
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.tensor_parallel import owned_channels, owned_rows
@@ -173,7 +173,7 @@ def adopt_scales(
             site = Site(linear.logical(part, expert), Role.WEIGHT)
             int4 = _find_scale(site, part, shared)
             scales[site] = (
-                Scale(values=int4.expand(table.tp), source=ScaleSource.OBSERVED)
+                Scale(values=int4.expand(table.tp), source="observed")
                 if bool(int4)
                 else _measure(
                     table,
@@ -206,7 +206,7 @@ def _measure(table: ScaleTable, site: Site, weights: Iterable[torch.Tensor]) -> 
     is_there = amax > 0
     return Scale(
         values=torch.where(is_there, scale_of(amax, table.fmt), table.scales[site].values),
-        source=ScaleSource.OBSERVED if bool(is_there.all()) else ScaleSource.ALL_ZERO,
+        source="observed" if bool(is_there.all()) else "all-zero",
         is_substitute=not bool(is_there.any()),
     )
 

@@ -21,7 +21,7 @@ from fp8calib.errors import (
     name_ranges,
 )
 from fp8calib.formats.convert import fits_heads
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.tensor_parallel import rank_range
@@ -102,7 +102,7 @@ def list_defaulted(table: ScaleTable) -> list[int]:
     return [
         layer.index
         for layer, attention in table.geometry.attentions()
-        if table.scales[attention.site(Role.K)].source is ScaleSource.DEFAULTED
+        if table.scales[attention.site(Role.K)].source == "defaulted"
     ]
 
 
@@ -195,7 +195,7 @@ def describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) 
 
 def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
     """Make the table of an engine without scales: 1.0 for K and V of every layer."""
-    one = Scale(values=torch.ones(1), source=ScaleSource.OBSERVED)
+    one = Scale(values=torch.ones(1), source="observed")
     return ScaleTable(
         geometry=geometry,
         fmt=fmt,
@@ -245,7 +245,7 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
         factors = []
         for role in (Role.K, Role.V):
             own = torch.tensor(1.0)
-            if table.scales[attention.site(role)].source is not ScaleSource.ABSENT:
+            if table.scales[attention.site(role)].source != "absent":
                 own, _ = _find_scale(table, attention, role, numerics)
             factors.append(own / _find_scale(table, producer, role, numerics)[0])
         if any(bool((factor != 1).any()) for factor in factors):

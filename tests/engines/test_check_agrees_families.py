@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.formats.write import write_table
 from fp8calib.model.geometry import Role
 from fp8calib.model.geometry_from_config import read_geometry
@@ -30,7 +30,7 @@ def _export(family: str, folder: Path) -> Path:
     geometry = read_geometry(folder / "model", config)
     scales = {
         attention.site(role): Scale(
-            values=torch.tensor([part * (layer.index + 1)]), source=ScaleSource.OBSERVED
+            values=torch.tensor([part * (layer.index + 1)]), source="observed"
         )
         for layer, attention in geometry.attentions()
         for role, part in ((Role.K, 0.25), (Role.V, 0.5))

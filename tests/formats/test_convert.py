@@ -12,7 +12,7 @@ from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.convert import convert_table, explain_conversion, fits_heads
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.rules import Fallback, ScaleRules
@@ -45,7 +45,7 @@ def _table(
         per_head=per_head,
         scales={
             attention.site(role): Scale(
-                values=tensor.unsqueeze(0) if per_head else tensor, source=ScaleSource.SHARED
+                values=tensor.unsqueeze(0) if per_head else tensor, source="shared"
             )
             for role, tensor in tensors.items()
         },

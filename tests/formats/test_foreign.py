@@ -124,10 +124,10 @@ def test_the_weights_read_are_codes_times_scales(name: str) -> None:
     for key in quantized:
         expected = _dequantize(stored[key], stored[f"{key}_scale"])
         assert torch.equal(checkpoint.read(key), expected), key
-        activation = checkpoint.activation(key)
-        assert activation.kind is kind
+        scheme = checkpoint.scheme(key)
+        assert scheme.inputs is kind
         if kind is InputScaling.STATIC:
-            assert activation.scale == float(stored[key.removesuffix("weight") + "input_scale"])
+            assert scheme.input_scale == float(stored[key.removesuffix("weight") + "input_scale"])
 
 
 def test_other_tensors_are_read_as_they_are() -> None:

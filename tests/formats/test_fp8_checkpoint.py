@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.fp8.checkpoint import Activation, Fp8Checkpoint
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
 from fp8calib.numerics.formats import E4M3FNUZ
-from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
@@ -47,10 +46,8 @@ from tests.formats.fp8_handmade import (
 WEIGHT = f"{LINEAR}.weight"
 EXPERTS = "model.layers.3.mlp.experts"
 
-STATIC = Activation(kind=InputScaling.STATIC, scale=0.125)
-TOKEN = Activation(kind=InputScaling.TOKEN)
-GROUP = Activation(kind=InputScaling.GROUP)
-NONE = Activation(kind=InputScaling.NONE)
+STATIC = {"kind": "static", "scale": 0.125}
+TOKEN, GROUP, NONE = {"kind": "token"}, {"kind": "group"}, {"kind": "none"}
 
 HALF = scalar(0.5)
 INPUT = scalar(0.125)
@@ -68,6 +65,14 @@ def _open(folder: Path, tensors: Tensors, config: object, *, fuse: bool = False)
     return Fp8Checkpoint.open(save(folder, tensors, config), fuse=fuse)
 
 
+def find_inputs(checkpoint: Fp8Checkpoint, name: str) -> dict[str, object]:
+    """Say how the inputs of a linear are quantized, by the name of its weight."""
+    scheme = checkpoint.scheme(name)
+    found = {"scale": scheme.input_scale, "upper_bound": scheme.upper_bound}
+    known = {key: value for key, value in found.items() if value is not None}
+    return {"kind": scheme.inputs, **known, **({"is_mx": True} if scheme.is_mx else {})}
+
+
 @pytest.mark.parametrize("form", CASES["forms"])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bool) -> None:
@@ -77,7 +82,7 @@ def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bo
     checkpoint = _open(tmp_path, tensors, find_config(row["config"]), fuse=fuse)
     assert checkpoint.read(WEIGHT).tolist() == (HALVED if row["values"] == "halved" else BY_ROW)
     assert checkpoint.read(WEIGHT).dtype == checkpoint.dtype(WEIGHT) == torch.float32
-    assert checkpoint.activation(WEIGHT) == Activation(**row["inputs"])
+    assert find_inputs(checkpoint, WEIGHT) == row["inputs"]
     assert checkpoint.dialect.name == row["method"]
     assert checkpoint.quantized == {WEIGHT}
     assert list(checkpoint.tensors) == [WEIGHT]
@@ -137,7 +142,7 @@ def test_each_group_of_compressed_tensors_has_its_own_scheme(tmp_path: Path) -> 
         | linear("model.embed_tokens", scale=HALF)
     )
     checkpoint = _open(tmp_path, tensors, GROUPS)
-    kinds = {name: checkpoint.activation(name) for name in checkpoint.quantized}
+    kinds = {name: find_inputs(checkpoint, name) for name in checkpoint.quantized}
     assert kinds == {
         f"{mlp}.up_proj.weight": STATIC,
         f"{mlp}.gate_proj.weight": TOKEN,
@@ -159,8 +164,8 @@ def test_quark_takes_the_rule_by_name_before_that_by_class_before_that_for_all(
     assert whole != token
     tensors = linear("a.down_proj", scale=HALF) | linear("a.up_proj", scale=HALF)
     checkpoint = _open(tmp_path, tensors, config)
-    assert checkpoint.activation("a.down_proj.weight") == NONE
-    assert checkpoint.activation("a.up_proj.weight") == TOKEN
+    assert find_inputs(checkpoint, "a.down_proj.weight") == NONE
+    assert find_inputs(checkpoint, "a.up_proj.weight") == TOKEN
 
 
 TINY = scalar(2.0**-20)
@@ -258,7 +263,7 @@ def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
     assert torch.equal(checkpoint.read(WEIGHT), expected)
     for start, stop in ((0, 130), (127, 129), (129, 130), (5, 5)):
         assert torch.equal(checkpoint.read_rows(WEIGHT, start, stop), expected[start:stop])
-    assert checkpoint.activation(WEIGHT) == GROUP
+    assert find_inputs(checkpoint, WEIGHT) == GROUP
     assert form.startswith(checkpoint.dialect.name)
     assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)
 
@@ -272,7 +277,7 @@ def _read_all(folder: Path, *, fuse: bool = True) -> None:
             checkpoint.read(name)
             if name in checkpoint.quantized:
                 checkpoint.weight_scale(name)
-                checkpoint.activation(name)
+                checkpoint.scheme(name)
 
 
 def _refuse(folder: Path, tensors: Tensors, config: object) -> ModelError:

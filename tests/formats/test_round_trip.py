@@ -20,7 +20,7 @@ from fp8calib.formats.convert import convert_table
 from fp8calib.formats.dialect import WriteJob
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.registry import find_dialect, list_format_names
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
@@ -89,7 +89,7 @@ def tables(draw: st.DrawFn) -> ScaleTable:
             count = heads if per_head else tp
             values = torch.tensor(draw(st.lists(scales, min_size=count, max_size=count)))
             found[attention.site(role)] = Scale(
-                values=values.unsqueeze(0) if per_head else values, source=ScaleSource.OBSERVED
+                values=values.unsqueeze(0) if per_head else values, source="observed"
             )
     for _, attention in geometry.attentions():
         if attention.producer is not None:

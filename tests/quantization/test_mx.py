@@ -109,8 +109,8 @@ def test_a_written_checkpoint_is_read_as_codes_times_powers_of_two(
             exact = decode(tensors[name], tensors[f"{linear}.{FORMS[form]}"])
             assert torch.equal(found.read(name).double(), exact)
             assert torch.equal(found.read_rows(name, 3, 9).double(), exact[3:9])
-            activation = found.activation(name)
-            assert (activation.kind, activation.is_mx) == (InputScaling.GROUP, True)
+            scheme = found.scheme(name)
+            assert (scheme.inputs, scheme.is_mx) == (InputScaling.GROUP, True)
 
 
 ONES = torch.full((32, 5), 120, dtype=torch.uint8)

@@ -29,7 +29,7 @@ from fp8calib.data.sequences import Batch
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import ModelGeometry, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.topology import find_geometry
@@ -159,7 +159,7 @@ def make_table(
     scales = {
         site: Scale(
             values=torch.tensor([value]) if isinstance(value, float) else value,
-            source=ScaleSource.OBSERVED,
+            source="observed",
         )
         for site, value in values.items()
     }

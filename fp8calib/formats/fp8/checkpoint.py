@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import refusal
 from fp8calib.formats.fp8.match_scales import EXPONENT_DTYPES, Fp8Weight, pair_tensors
-from fp8calib.formats.fp8.quantization_config import contradiction
+from fp8calib.formats.fp8.quantization_config import StoredScheme, contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.formats.kv.validate import check_scales
@@ -33,20 +33,7 @@ from fp8calib.model.module_paths import name_fused_group, span_experts
 from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.encode import decode_rows, decode_scale
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
-from fp8calib.numerics.schemes import Granularity, InputScaling, count_blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """How the input of one linear is quantized."""
-
-    kind: InputScaling
-    is_mx: bool = False
-    """The weight is MXFP8, and groups are as long as its blocks."""
-    scale: float | None = None
-    """Multiplies to dequantize; None unless the kind is `STATIC`."""
-    upper_bound: float | None = None
-    """The limit that fbgemm puts on the amax of a token (`activation_scale_ub`)."""
+from fp8calib.numerics.schemes import Granularity, count_blocks
 
 
 class Fp8Checkpoint(Checkpoint):
@@ -164,10 +151,6 @@ class Fp8Checkpoint(Checkpoint):
         limits = scale * (self.fmt.max * (1 + max(error, 2.0**-20)))
         return limits.expand(scale.shape[0], *weight.shape[1:])
 
-    def granularity(self, name: str) -> Granularity:
-        """Give the granularity of the scales of the FP8 weight `name`."""
-        return self._weights[name].scheme.weights
-
     def weight_scale(self, name: str) -> torch.Tensor:
         """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
 
@@ -176,15 +159,9 @@ class Fp8Checkpoint(Checkpoint):
         scale = self._read_scale(self._weights[name].scale_name)
         return scale.fill_(self._shared[name]) if name in self._shared else scale
 
-    def activation(self, name: str) -> Activation:
-        """Describe how the input of the linear with the FP8 weight `name` is quantized."""
-        scheme = self._weights[name].scheme
-        return Activation(
-            kind=scheme.inputs,
-            is_mx=scheme.is_mx,
-            scale=self._input_scales.get(name),
-            upper_bound=scheme.upper_bound,
-        )
+    def scheme(self, name: str) -> StoredScheme:
+        """Describe how the FP8 weight `name` and the input of its linear are quantized."""
+        return replace(self._weights[name].scheme, input_scale=self._input_scales.get(name))
 
     def _name_group(self, name: str) -> str:
         """Name the weight that engines load an FP8 weight into."""

@@ -32,6 +32,10 @@ class StoredScheme(Scheme):
     """The scheme of one linear, as its checkpoint's config describes it."""
 
     upper_bound: float | None = None
+    """The limit that fbgemm puts on the amax of a token (`activation_scale_ub`)."""
+    input_scale: float | None = None
+    """Multiplies to dequantize the input; None unless it is static, and where only the config is
+    known."""
 
     @classmethod
     def of(cls, scheme: Scheme) -> StoredScheme:

@@ -18,7 +18,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
-from fp8calib.formats.fp8.checkpoint import Activation
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.module_paths import name_fused_group
@@ -271,7 +271,7 @@ def changed_weights(
 
 
 def emulate_linears(
-    linears: Iterable[tuple[WeightChange, Mapping[str, Activation]]],
+    linears: Iterable[tuple[WeightChange, Mapping[str, StoredScheme]]],
     fmt: Fp8Format,
     geometry: ModelGeometry,
     numerics: Numerics,
@@ -288,7 +288,7 @@ def emulate_linears(
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
     for change, inputs in linears:
-        kinds = {each.kind for each in inputs.values() if not each.is_mx}
+        kinds = {each.inputs for each in inputs.values() if not each.is_mx}
         if InputScaling.GROUP in kinds and is_rounded(change.parameters[0].name):
             rounded = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
             change = replace(change, again=rounded)  # noqa: PLW2901
@@ -329,23 +329,23 @@ def _find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str]
 
 
 def _quantize_inputs(
-    activation: Activation, fmt: Fp8Format, numerics: Numerics, *, is_rounded: bool
+    scheme: StoredScheme, fmt: Fp8Format, numerics: Numerics, *, is_rounded: bool
 ) -> Quantizer | None:
     """Quantize inputs as the engine does."""
-    kind = activation.kind
-    if ("mxfp8" if activation.is_mx else "fp8") in numerics.unmultiplied:
+    kind = scheme.inputs
+    if ("mxfp8" if scheme.is_mx else "fp8") in numerics.unmultiplied:
         return None
-    if activation.is_mx:
+    if scheme.is_mx:
         is_quantized = kind is InputScaling.GROUP or numerics.mx_inputs_always_quantized
         mx = Quantizer(fmt=fmt, scale=Granularity.GROUP, block=MX_BLOCK, power_of_two=True)
         return mx if is_quantized else None
     if kind is InputScaling.NONE:
         return None
     if kind is InputScaling.STATIC:
-        assert activation.scale is not None  # noqa: S101 -- refused where it is missing
+        assert scheme.input_scale is not None  # noqa: S101 -- refused where it is missing
         return Quantizer(
             fmt=fmt,
-            scale=torch.tensor(activation.scale),
+            scale=torch.tensor(scheme.input_scale),
             by_reciprocal=numerics.input_by_reciprocal,
         )
     is_group = kind is InputScaling.GROUP
@@ -354,7 +354,7 @@ def _quantize_inputs(
         fmt=fmt,
         scale=Granularity.GROUP if is_group else Granularity.TOKEN,
         smallest_scale=max(smallest, SMALLEST_SCALE),
-        largest_amax=activation.upper_bound,
+        largest_amax=scheme.upper_bound,
         by_reciprocal=numerics.token_by_reciprocal and not is_group,
         scale_by_reciprocal=numerics.token_scale_by_reciprocal and not is_group,
         power_of_two=is_rounded and is_group,
@@ -421,7 +421,7 @@ def emulate_planned(
         group = inside[0].fused_group if is_whole else name
         groups[group].append(replace(parameter, num_parts=parts))
 
-    def quantize(group: list[WeightParameter]) -> tuple[Requantized, Mapping[str, Activation]]:
+    def quantize(group: list[WeightParameter]) -> tuple[Requantized, Mapping[str, StoredScheme]]:
         first, inputs = group[0], {}
         scheme = schemes[first.name]
         for parameter in group:
@@ -430,7 +430,7 @@ def emulate_planned(
                 scales = [float(scale_input(linears[site.module])) for site in parameter.sites]
             # experts share the largest
             scale = max(scales, default=None)
-            inputs[parameter.name] = Activation(kind=scheme.inputs, is_mx=scheme.is_mx, scale=scale)
+            inputs[parameter.name] = replace(StoredScheme.of(scheme), input_scale=scale)
         passes = numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR
         change = Requantized(
             parameters=tuple(group),
@@ -500,7 +500,7 @@ def emulate_stored(
     limits = source.reading_from(
         SimpleNamespace(folder=folder, tensors=checkpoint.tensors, read=read, read_rows=read)
     )
-    weights: list[tuple[HeldWeight, Mapping[str, Activation]]] = []
+    weights: list[tuple[HeldWeight, Mapping[str, StoredScheme]]] = []
     for parameter in find_parameters(geometry, model):
         tensors = sorted(_list_tensors(parameter.name, source))
         unquantized = [name for name in tensors if name not in checkpoint.quantized]
@@ -510,7 +510,7 @@ def emulate_stored(
             continue
         others.pop(parameter.name, None)
         scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in tensors])
-        per = checkpoint.granularity(tensors[0])
+        per = checkpoint.scheme(tensors[0]).weights
         change = HeldWeight(
             parameters=(parameter,),
             source=source,
@@ -586,16 +586,16 @@ def _list_tensors(parameter: str, source: WeightSource) -> frozenset[str]:
     )
 
 
-def _join_inputs(parameter: str, tensors: Iterable[str], checkpoint: Fp8Checkpoint) -> Activation:
+def _join_inputs(parameter: str, tensors: Iterable[str], checkpoint: Fp8Checkpoint) -> StoredScheme:
     """Give how the config quantizes the inputs of a weight; experts share the largest scale."""
-    found = {checkpoint.activation(name) for name in tensors}
-    kinds = {activation.kind for activation in found}
+    found = {checkpoint.scheme(name) for name in tensors}
+    kinds = {each.inputs for each in found}
     if len(kinds) > 1:
         raise ModelError(
             f"{checkpoint.folder}: the inputs of {parameter} are quantized in {len(kinds)} ways: "
             f"{', '.join(sorted(kinds))}"
         )
-    scales = [each.scale for each in found if each.scale is not None]
+    scales = [each.input_scale for each in found if each.input_scale is not None]
     bounds = [each.upper_bound for each in found if each.upper_bound is not None]
     one, bound = next(iter(found)), max(bounds, default=None)
-    return replace(one, scale=max(scales, default=None), upper_bound=bound)
+    return replace(one, input_scale=max(scales, default=None), upper_bound=bound)

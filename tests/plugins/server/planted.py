@@ -10,7 +10,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
-from fp8calib.formats.table import Scale, ScaleSource
+from fp8calib.formats.table import Scale
 from fp8calib.model.geometry import Site
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
@@ -108,6 +108,6 @@ class Runner:
 
 def _make_scales(scales: Mapping[Site, float]) -> dict[Site, Scale]:
     return {
-        site: Scale(values=torch.tensor([value]), source=ScaleSource.OBSERVED)
+        site: Scale(values=torch.tensor([value]), source="observed")
         for site, value in scales.items()
     }

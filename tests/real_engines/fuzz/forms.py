@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
-from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.formats.write import write_table
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
 from fp8calib.model.geometry_from_config import read_geometry
@@ -72,7 +72,7 @@ def _write_dialect(name: str, *, per_head: bool = False) -> Write:
                 heads = attention.num_kv_heads if per_head else 1
                 values = torch.tensor([[draw_scale(random) for _ in range(heads)]])
                 values = values if per_head else values.reshape(1)
-                scales[attention.site(role)] = Scale(values=values, source=ScaleSource.OBSERVED)
+                scales[attention.site(role)] = Scale(values=values, source="observed")
         table = ScaleTable(geometry=geometry, fmt=E4M3FN, tp=1, per_head=per_head, scales=scales)
         with Checkpoint.open(model) as source:
             write_table(table, name, out, source=source)
