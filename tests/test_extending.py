@@ -225,6 +225,7 @@ def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
 @contextmanager
 def imported(name: str, heading: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Import an example of the page from a file of its own; give the folder of the file."""
+    importlib.import_module("fp8calib.commands.run_options")  # whose help lists what is registered
     folder.mkdir()
     (folder / f"{name}.py").write_text(example(heading))
     patch.syspath_prepend(folder)
