@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import load_stats_file
+from fp8calib.commands import find_request, spell_commands
 from fp8calib.engines.registry import ENGINES, register_engine
 from fp8calib.formats import registry
 from fp8calib.formats.compute import compute_kv_scales
@@ -54,6 +55,13 @@ def test_the_page_has_its_sections() -> None:
         "A command",
         "Did it work?",
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _options() -> None:
+    """Make all options before a test registers more: their help lists what is registered."""
+    for command in spell_commands().values():
+        find_request(command)
 
 
 @pytest.fixture
@@ -225,7 +233,6 @@ def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
 @contextmanager
 def imported(name: str, heading: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Import an example of the page from a file of its own; give the folder of the file."""
-    importlib.import_module("fp8calib.commands.run_options")  # whose help lists what is registered
     folder.mkdir()
     (folder / f"{name}.py").write_text(example(heading))
     patch.syspath_prepend(folder)
