@@ -96,6 +96,37 @@ def test_tables_are_printed_for_people(command: Command, files: Path) -> None:
         assert words in out
 
 
+@pytest.mark.parametrize(
+    ("scheme", "weights", "inputs"),
+    [
+        ("fp8-static", "tensor", "tensor"),
+        ("fp8-dynamic", "channel", "token"),
+        ("w8a16", "channel", None),
+        ("fp8-block", "block", "group"),
+    ],
+)
+def test_a_scheme_quantizes_weights_and_the_report_tells_what_shares_a_scale(
+    command: Command, files: Path, scheme: str, weights: str, inputs: str | None
+) -> None:
+    report = succeed(*command, "--scales", files, "--scheme", scheme, "--json").json
+    assert report["candidates"][0]["gate"] == "w8a8"
+    ignored = "its KV scales are ignored: a scheme quantizes weights and inputs"
+    assert any(ignored in text for text in report["warnings"])
+    rows = [row for row in report["layers"] if row["candidate"] != "scale-1.0"]
+    assert sum(row["role"] == "weight" for row in rows) == 2 * 7
+    assert {row["scale_per"] for row in rows if row["role"] == "weight"} == {weights}
+    assert {row["scale_per"] for row in rows if row["role"] == "input"} == {inputs} - {None}
+    for row in rows:
+        is_dynamic = row["role"] == "input" and inputs != "tensor"
+        assert (row["scale"] is None) == is_dynamic
+        if row["scale_per"] == "channel":
+            assert 0 < row["smallest_scale"] < row["scale"]
+        elif row["scale_per"] == "tensor":
+            assert row["smallest_scale"] is None
+        if (row["role"], row["scale_per"]) == ("weight", "tensor"):
+            assert row["amax"] <= row["scale"] * 448 * (1 + 1e-6)
+
+
 def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Path) -> None:
     scales = [part for name in FILES for part in ("--scales", files / name)]
     outcome = succeed("verify", model, "--data", data, *QUICK, *scales, "--json")
