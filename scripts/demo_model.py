@@ -42,11 +42,7 @@ def convert(gguf: Path, out: Path) -> None:
     Without `dequantize=True` transformers 5 keeps the packed blocks and cannot save them.
     """
     import torch  # noqa: PLC0415 (seconds of import, after the cheap steps)
-    from transformers import (  # noqa: PLC0415
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GgufConfig,
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(

@@ -14,12 +14,7 @@ import pytest
 import torch
 
 from fp8calib.calibration import calibrate
-from fp8calib.calibration.calibration_stats import (
-    RunStats,
-    SiteStats,
-    merge_shards,
-    save_stats,
-)
+from fp8calib.calibration.calibration_stats import RunStats, SiteStats, merge_shards, save_stats
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import Journal
@@ -33,13 +28,7 @@ from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_class, topology
 from fp8calib.model.geometry import Attention, Role, Site
-from fp8calib.model.load import (
-    ModelSource,
-    build_skeleton,
-    find_longest,
-    load_model,
-    open_source,
-)
+from fp8calib.model.load import ModelSource, build_skeleton, find_longest, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.tensor_parallel import check_linears
 from fp8calib.numerics import positions

@@ -20,12 +20,7 @@ import torch
 
 from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.calibration.batch_view import BatchView
-from fp8calib.calibration.calibration_stats import (
-    RunStats,
-    SiteStats,
-    join_ranges,
-    merge_sites,
-)
+from fp8calib.calibration.calibration_stats import RunStats, SiteStats, join_ranges, merge_sites
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.job import CalibrationJob
@@ -35,11 +30,7 @@ from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import has_experts_kernel, has_reduction_kernel
 from fp8calib.calibration.stats_header import Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
-from fp8calib.calibration.weight_stats import (
-    check_other_weights,
-    observe_weights,
-    settle_weights,
-)
+from fp8calib.calibration.weight_stats import check_other_weights, observe_weights, settle_weights
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.data.sequences import (
     Batch,

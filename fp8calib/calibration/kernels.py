@@ -15,11 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8calib.calibration.batch_view import (
-    HISTOGRAM_SEQUENCES,
-    INPUT_HISTOGRAM_TOKENS,
-    BatchView,
-)
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, BatchView
 from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.numerics.histogram import LOWEST_CODE, NUM_BINS, NUM_CODES, bin_of_code
 from fp8calib.numerics.positions import FIRST_RANGE, NUM_RANGES

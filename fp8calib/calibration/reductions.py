@@ -17,21 +17,12 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration.batch_view import (
-    HISTOGRAM_SEQUENCES,
-    INPUT_HISTOGRAM_TOKENS,
-    BatchView,
-)
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, BatchView
 from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.errors import CalibrationError
 from fp8calib.model.geometry import Site
-from fp8calib.numerics.amax import (
-    amax_over,
-    expert_counts,
-    group_amax,
-    segment_amax,
-)
+from fp8calib.numerics.amax import amax_over, expert_counts, group_amax, segment_amax
 from fp8calib.numerics.histogram import count_bins
 
 

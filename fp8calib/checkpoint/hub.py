@@ -239,11 +239,7 @@ class RangedFile:
         """Download some blocks into their places, and give the number of bytes."""
         from huggingface_hub import constants, hf_hub_url  # noqa: PLC0415
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]  # noqa: PLC0415
 
         start = piece.start * _BLOCK_BYTES
         stop = min(piece.stop * _BLOCK_BYTES, self._size_bytes)

@@ -23,12 +23,7 @@ from fp8calib.cli.console import (
     say,
     show_error,
 )
-from fp8calib.commands import (
-    find_module,
-    find_request,
-    spell_commands,
-    summarize_command,
-)
+from fp8calib.commands import find_module, find_request, spell_commands, summarize_command
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Option, list_options
 from fp8calib.errors import UsageError

@@ -57,12 +57,7 @@ from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules, write_formats
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.write import (
-    check_export,
-    check_overlay_source,
-    check_replaced,
-    list_outputs,
-)
+from fp8calib.formats.write import check_export, check_overlay_source, check_replaced, list_outputs
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.model.device import choose_rank_device
 from fp8calib.model.load import load_tokenizer
@@ -406,11 +401,7 @@ def _quantize(
 ) -> QuantizeResult:
     """Write the recipe's checkpoint under `folder`, with its card."""
     from fp8calib.commands.quantize import finish_quantized
-    from fp8calib.quantization.calibrated_scales import (
-        find_scales,
-        list_unmeasured,
-        split_static,
-    )
+    from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
     from fp8calib.quantization.plan import make_plan
     from fp8calib.quantization.select import find_selection
     from fp8calib.quantization.write import write_checkpoint

@@ -19,11 +19,7 @@ from fp8calib.commands.result import Result
 from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed, list_replayed
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Reports
 from fp8calib.engines.status import Status
-from fp8calib.errors import (
-    CANNOT_TELL,
-    VerificationError,
-    format_ranges,
-)
+from fp8calib.errors import CANNOT_TELL, VerificationError, format_ranges
 from fp8calib.text import Block, Line, Table
 
 _NUMBER = re.compile(r"\d[\d.,e+-]*")

@@ -26,11 +26,7 @@ from fp8calib.commands.options import Stats
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_folder, doubt_configs
 from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed
-from fp8calib.engines.replay.folder import (
-    ScaleFolder,
-    make_stand_in_geometry,
-    open_folder,
-)
+from fp8calib.engines.replay.folder import ScaleFolder, make_stand_in_geometry, open_folder
 from fp8calib.engines.replay.verdicts import Reports, add_fingerprint
 from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten

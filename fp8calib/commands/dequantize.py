@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.checkpoint.output import (
-    check_output,
-    list_files,
-    output_folder,
-    remove_unfinished,
-)
+from fp8calib.checkpoint.output import check_output, list_files, output_folder, remove_unfinished
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class

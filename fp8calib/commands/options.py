@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.commands.request import Option
-from fp8calib.formats.registry import (
-    find_dialect,
-    list_format_names,
-)
+from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 
 if TYPE_CHECKING:

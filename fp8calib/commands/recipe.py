@@ -39,17 +39,8 @@ from fp8calib.commands.run_options import (
 )
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
-from fp8calib.errors import (
-    RecipeError,
-    UsageError,
-    cut_list,
-    first_line,
-    join_or,
-)
-from fp8calib.formats.registry import (
-    find_dialect,
-    list_written_dialects,
-)
+from fp8calib.errors import RecipeError, UsageError, cut_list, first_line, join_or
+from fp8calib.formats.registry import find_dialect, list_written_dialects
 from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, find_scheme, name_mixed

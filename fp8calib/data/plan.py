@@ -15,13 +15,7 @@ import torch
 from jinja2 import TemplateSyntaxError
 
 from fp8calib.data.modality import MODALITIES, Modality
-from fp8calib.data.rows import (
-    Message,
-    ReadRow,
-    Row,
-    has_chat_template,
-    require_unicode,
-)
+from fp8calib.data.rows import Message, ReadRow, Row, has_chat_template, require_unicode
 from fp8calib.data.sequences import DataPlan, RowsUsed
 from fp8calib.data.sources import BuiltinPart, count_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec

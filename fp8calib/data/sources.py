@@ -14,12 +14,7 @@ import numpy as np
 import torch
 
 from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, parse_row
-from fp8calib.data.specs import (
-    DataSpec,
-    HubSource,
-    Specs,
-    looks_like_spec,
-)
+from fp8calib.data.specs import DataSpec, HubSource, Specs, looks_like_spec
 from fp8calib.errors import DataError, UsageError, first_line
 
 BuiltinPart = Literal["calibrate", "verify"]

@@ -228,9 +228,7 @@ class _Check:
 
     @cached_property
     def _estimates(self) -> Mapping[Slot, Reach]:
-        from fp8calib.engines.weight_estimates import (  # noqa: PLC0415 -- few checks read weights
-            estimate_reaches,
-        )
+        from fp8calib.engines.weight_estimates import estimate_reaches  # noqa: PLC0415 -- few checks read weights
 
         odd_scales = self._open_weights(self.folder).odd_scales
         return estimate_reaches(self.model, self.geometry, odd_scales)

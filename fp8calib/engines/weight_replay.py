@@ -83,9 +83,7 @@ def _list_findings(
         if stored.folder.tensors and facts.key:
             found += judge_head(facts, classes, stored)
         if may_refuse or not stored.is_plain:
-            from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code
-                compare_linears,
-            )
+            from fp8calib.engines.linear_replay import compare_linears  # noqa: PLC0415 -- most of the code
 
             try:
                 count, found = compare_linears(engine, stored, classes, found, tp)

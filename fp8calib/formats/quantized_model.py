@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
-from fp8calib.checkpoint.model_config import (
-    CONFIG_NAME,
-    replace_quantization,
-)
+from fp8calib.checkpoint.model_config import CONFIG_NAME, replace_quantization
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.fp8.dialect import Fp8Dialect

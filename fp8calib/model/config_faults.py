@@ -20,18 +20,10 @@ from typing import Any, get_type_hints
 import torch
 import transformers
 from huggingface_hub.dataclasses import type_validator
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.model_config import (
-    find_quantization_configs,
-    without_quantization,
-)
+from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import ModelError, shorten
 from fp8calib.model.geometry_from_class import (
     complete_heads,
@@ -137,9 +129,7 @@ def _list_generation_faults(folder: Path) -> Iterator[str]:
 def _list_quantization_faults(config: Mapping[str, object]) -> Iterator[str]:
     for key, section in islice(find_quantization_configs(config), 1):
         if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
-            from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
-                QuantizationConfig,
-            )
+            from compressed_tensors.quantization import QuantizationConfig  # type: ignore[import-untyped]  # noqa: PLC0415
 
             if why := _try(partial(QuantizationConfig.model_validate, {**section})):
                 yield f"compressed-tensors refuses {key}: {why}"

@@ -10,11 +10,7 @@ from typing import Any
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import CalibrationOrigin
-from fp8calib.calibration.unquantized_tensors import (
-    compare_with_base,
-    hash_unquantized,
-    is_sketch,
-)
+from fp8calib.calibration.unquantized_tensors import compare_with_base, hash_unquantized, is_sketch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import RANGED_FILES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME

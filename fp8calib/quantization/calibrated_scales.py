@@ -31,9 +31,7 @@ from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import (
-    CalibratedScales,
-)
+from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.settings import PlanSettings
 

@@ -28,12 +28,7 @@ from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings, check_layer_schemes
-from fp8calib.quantization.shard_layout import (
-    Codes,
-    OutputTensor,
-    ShardLayout,
-    lay_out,
-)
+from fp8calib.quantization.shard_layout import Codes, OutputTensor, ShardLayout, lay_out
 
 if TYPE_CHECKING:  # only named
     from fp8calib.calibration.origin import CalibrationOrigin

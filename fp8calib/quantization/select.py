@@ -10,10 +10,7 @@ from typing import Self
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, INTEGERS, PACKED_BITS, TensorEntry
-from fp8calib.checkpoint.model_config import (
-    CONFIG_NAME,
-    find_quantization_configs,
-)
+from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.formats.fp8.weights import is_companion

@@ -13,11 +13,7 @@ from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.module_paths import name_fused_group, split_expert
-from fp8calib.numerics.schemes import (
-    Scheme,
-    find_scheme,
-    list_without_calibration,
-)
+from fp8calib.numerics.schemes import Scheme, find_scheme, list_without_calibration
 from fp8calib.quantization.ignored import find_pattern, match_patterns, span_layers
 from fp8calib.quantization.select import Selection
 

@@ -9,11 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
-from fp8calib.calibration.origin import (
-    STATS_NAME,
-    calibrate_first,
-    is_stats_file,
-)
+from fp8calib.calibration.origin import STATS_NAME, calibrate_first, is_stats_file
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME
@@ -21,13 +17,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.status import Status
-from fp8calib.errors import (
-    Fp8CalibError,
-    ModelError,
-    UsageError,
-    VerificationError,
-    shorten,
-)
+from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError, shorten
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.device import DTYPES

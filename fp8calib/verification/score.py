@@ -20,10 +20,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import (
-    EmulationHooks,
-    emulated,
-)
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.token_scores import (
     Logits,
     TokenScores,

@@ -25,11 +25,7 @@ from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.candidate import blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.weights import (
-    HeldWeight,
-    WeightChange,
-    changed_weights,
-)
+from fp8calib.verification.emulation.weights import HeldWeight, WeightChange, changed_weights
 from fp8calib.verification.token_scores import Logits, open_lm_head
 
 

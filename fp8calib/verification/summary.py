@@ -8,17 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8calib.verification.report import (
-    CandidateResult,
-    PairedAnswer,
-    PairedResult,
-    PositionResult,
-)
-from fp8calib.verification.token_scores import (
-    TokenScores,
-    select_lengths,
-    split_sequences,
-)
+from fp8calib.verification.report import CandidateResult, PairedAnswer, PairedResult, PositionResult
+from fp8calib.verification.token_scores import TokenScores, select_lengths, split_sequences
 
 MIN_CLUSTERS = 2
 """With fewer clusters than this the standard error is unknown."""

@@ -25,10 +25,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import (
-    EmulationHooks,
-    MeasurementHooks,
-)
+from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only

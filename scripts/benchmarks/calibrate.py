@@ -22,14 +22,7 @@ from scripts.benchmarks.child_process import (
     worker,
     write_tokens,
 )
-from scripts.benchmarks.figures import (
-    Figure,
-    compare,
-    report,
-    summarize,
-    take_turns,
-    work_folder,
-)
+from scripts.benchmarks.figures import Figure, compare, report, summarize, take_turns, work_folder
 from scripts.benchmarks.options import make_parser
 
 WORK = Path("build/bench")

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.child_process import PROGRAM, Usage, measure, run_arguments, write_tokens
-from scripts.benchmarks.figures import (
-    Figure,
-    compare,
-    report,
-    take_turns,
-    work_folder,
-)
+from scripts.benchmarks.figures import Figure, compare, report, take_turns, work_folder
 from scripts.benchmarks.options import make_parser
 from scripts.benchmarks.random_llama import Llama
 

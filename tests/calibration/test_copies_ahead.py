@@ -16,22 +16,12 @@ import torch
 from fp8calib.calibration import calibrate
 from fp8calib.calibration.decoder import OutOfMemoryInForward, copy_ids
 from fp8calib.calibration.layer_steps import HiddenStateStore
-from fp8calib.calibration.streamed_weights import (
-    EmbeddingRows,
-    HeldTensors,
-    ModelPart,
-    PartLoader,
-)
+from fp8calib.calibration.streamed_weights import EmbeddingRows, HeldTensors, ModelPart, PartLoader
 from fp8calib.errors import ModelError
 from scripts.benchmarks.launches import WorkCounter
 from tests import zoo
 from tests.calibration.test_plan import limit_memory
-from tests.calibration.test_resume import (  # noqa: F401 -- a fixture
-    Stopping,
-    interrupt,
-    keep_every_batch,
-    keep_in,
-)
+from tests.calibration.test_resume import Stopping, interrupt, keep_every_batch, keep_in  # noqa: F401 -- a fixture
 from tests.doors import LENGTHS, WorkShare, as_bytes, opened, rows_of
 from tests.simulated_gpus import Event, gpu
 

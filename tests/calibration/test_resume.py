@@ -15,16 +15,7 @@ from fp8calib.calibration.stats_header import Observe, StatsHeader
 from fp8calib.data.sequences import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from tests import zoo
-from tests.doors import (
-    LENGTHS,
-    OBSERVE,
-    Silent,
-    Subject,
-    WorkShare,
-    as_bytes,
-    opened,
-    rows_of,
-)
+from tests.doors import LENGTHS, OBSERVE, Silent, Subject, WorkShare, as_bytes, opened, rows_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from fp8calib.checkpoint import output
-from fp8calib.checkpoint.output import (
-    PROGRESS_NAME,
-    output_folder,
-)
+from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
 from fp8calib.errors import RESUMABLE, ExportError, UsageError
 
 

@@ -19,11 +19,7 @@ from fp8calib.formats import write
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
 from tests.cli.program import run, snapshot, succeed
-from tests.cli.quantized_children import (
-    save_fp4,
-    save_gpt_oss,
-    save_int,
-)
+from tests.cli.quantized_children import save_fp4, save_gpt_oss, save_int
 from tests.formats.foreign import FOLDER, KV_SCALES
 from tests.kit.checkpoints import Tensors
 from tests.quantization.decoded_by_hand import decode_folder, load_tensors

@@ -13,10 +13,7 @@ from datasets import Dataset
 
 from fp8calib.data.rows import ReadRow, Row, parse_row
 from fp8calib.data.sources import iter_rows, mix_rows
-from fp8calib.data.specs import (
-    DataSpec,
-    parse_spec,
-)
+from fp8calib.data.specs import DataSpec, parse_spec
 from fp8calib.errors import DataError, UsageError
 
 

@@ -13,12 +13,7 @@ from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.registry import load_finder
 from fp8calib.numerics.schemes import Granularity, InputScaling
 from tests import zoo
-from tests.formats.fp8_handmade import (
-    AUTO_ROUND,
-    AUTO_ROUND_ALONE,
-    AUTO_ROUND_BLOCK,
-    AUTO_ROUND_MX,
-)
+from tests.formats.fp8_handmade import AUTO_ROUND, AUTO_ROUND_ALONE, AUTO_ROUND_BLOCK, AUTO_ROUND_MX
 from tests.kit.checkpoints import change_config, change_tensors
 from tests.quantization.by_hand import run
 

@@ -24,12 +24,7 @@ from fp8calib.numerics.formats import E4M3FN
 from tests import zoo
 from tests.cli.quantized_children import save_fp4
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
-from tests.engines.test_check_weights import (
-    WHOLE,
-    ask,
-    explain_refusal,
-    make,
-)
+from tests.engines.test_check_weights import WHOLE, ask, explain_refusal, make
 from tests.engines.test_weight_contents import CT, DOWN
 from tests.engines.vllm_cases import find_config
 from tests.formats.foreign import FOLDER, LLAMA_ATTENTION, find_geometry

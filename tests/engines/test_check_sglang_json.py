@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.model.geometry import ModelGeometry
-from tests.engines.check_handmade import (
-    PER_TENSOR,
-    ask_sglang_json,
-    both,
-    plain_geometry,
-    statuses,
-)
+from tests.engines.check_handmade import PER_TENSOR, ask_sglang_json, both, plain_geometry, statuses
 from tests.formats.handmade import hybrid_stats
 
 

@@ -8,11 +8,7 @@ import fp8calib
 from fp8calib.engines.replay.verdicts import fingerprint_scales
 from fp8calib.engines.status import Status
 from fp8calib.model.geometry import Role
-from tests.engines.check_handmade import (
-    PER_HEAD,
-    save_folder,
-    spell,
-)
+from tests.engines.check_handmade import PER_HEAD, save_folder, spell
 
 PAIR = ("k_scale", "v_scale")
 

@@ -21,11 +21,7 @@ from fp8calib.formats.dialect import WriteJob
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.formats.table import Scale, ScaleTable
-from fp8calib.formats.write import (
-    check_export,
-    check_overlay_source,
-    write_table,
-)
+from fp8calib.formats.write import check_export, check_overlay_source, write_table
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, ScaleRules

@@ -13,11 +13,7 @@ from fp8calib.quantization.select import find_selection
 from tests.architectures import families
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
-from tests.quantization.by_hand import (
-    Tensors,
-    run,
-    save,
-)
+from tests.quantization.by_hand import Tensors, run, save
 from tests.quantization.stacked import STACKED
 from tests.zoo import save as save_zoo
 

@@ -3,11 +3,7 @@
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.model.tensor_parallel import (
-    check_heads,
-    check_linears,
-    owned_blocks,
-)
+from fp8calib.model.tensor_parallel import check_heads, check_linears, owned_blocks
 from tests.formats.handmade import expert_stats, make_attention, make_geometry
 
 

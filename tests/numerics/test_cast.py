@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from fp8calib.numerics.amax import block_amax
 from fp8calib.numerics.arrays import round_number
-from fp8calib.numerics.cast import (
-    encode,
-    round_by_torch_,
-    round_positive_,
-    round_to_format,
-)
+from fp8calib.numerics.cast import encode, round_by_torch_, round_positive_, round_to_format
 from fp8calib.numerics.cast import encode as encode_exactly
 from fp8calib.numerics.encode import (
     decode_rows,

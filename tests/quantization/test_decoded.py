@@ -22,13 +22,7 @@ from fp8calib.quantization.sources.decoded import decode_model
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.quantization.sources.packed import unpack
 from tests import zoo
-from tests.cli.quantized_children import (
-    BASE,
-    save_child,
-    save_fp4,
-    save_gpt_oss,
-    save_int,
-)
+from tests.cli.quantized_children import BASE, save_child, save_fp4, save_gpt_oss, save_int
 from tests.int4_by_hand import WEIGHTS, Int4, Tensors, make_section, store, write_section
 from tests.kit.checkpoints import change_config, change_quantization, change_tensors
 

@@ -24,10 +24,7 @@ from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
 from tests.kit.checkpoints import change_config
-from tests.quantization.by_hand import (
-    Run,
-    run,
-)
+from tests.quantization.by_hand import Run, run
 
 SIZES = {"llama": {"num_hidden_layers": 3}}
 CHOICES: dict[str, list[dict[str, str]]] = {

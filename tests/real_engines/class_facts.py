@@ -20,13 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fp8calib.plugins.vllm
-from fp8calib.engines.facts.classes import (
-    DRAFTER,
-    READS,
-    UNBUILT,
-    CreatedLinear,
-    read_class_facts,
-)
+from fp8calib.engines.facts.classes import DRAFTER, READS, UNBUILT, CreatedLinear, read_class_facts
 from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
 from fp8calib.engines.status import Evidence
 from tests import zoo

@@ -15,12 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fp8calib.engines.facts.release import (
-    SGLANG_FACTS,
-    VLLM_FACTS,
-    make_releases,
-    parse_version,
-)
+from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS, make_releases, parse_version
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.status import Evidence
 from fp8calib.engines.weights.rules import read_weight_rules

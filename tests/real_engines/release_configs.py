@@ -33,10 +33,7 @@ from compressed_tensors.quantization import (
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.forms import CompressedGroup
-from fp8calib.engines.weights.linears import (
-    LinearGroup,
-    StoredLinear,
-)
+from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.schemes import InputScaling

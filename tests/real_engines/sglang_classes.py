@@ -19,13 +19,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.facts.classes import (
-    OTHERS,
-    UNBUILT,
-    UNTIED,
-    CreatedLinear,
-    make_pattern,
-)
+from fp8calib.engines.facts.classes import OTHERS, UNBUILT, UNTIED, CreatedLinear, make_pattern
 from fp8calib.engines.facts.release import FOLDER
 from tests import zoo
 from tests.architectures import families

@@ -15,13 +15,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.formats.kv.overlay import IGNORED
 from fp8calib.model.geometry import Layer, Linear, ModelGeometry, Part
-from tests.engines.test_check_weights import (
-    WHOLE,
-    ask,
-    describe,
-    explain_refusal,
-    make,
-)
+from tests.engines.test_check_weights import WHOLE, ask, describe, explain_refusal, make
 from tests.real_engines.test_vllm_weights import Tensors, list_modules
 from tests.real_engines.vllm_job import PYTHON, load_or_refuse
 

@@ -3,12 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from fp8calib.engines.facts.classes import (
-    UNBUILT,
-    CreatedLinear,
-    find_class_map,
-    read_class_facts,
-)
+from fp8calib.engines.facts.classes import UNBUILT, CreatedLinear, find_class_map, read_class_facts
 from fp8calib.engines.facts.release import VLLM_RUN
 from tests.real_engines.class_facts import VllmClasses, run_vllm
 from tests.real_engines.package import open_release

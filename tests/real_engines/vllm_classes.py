@@ -231,10 +231,7 @@ class Recorder:
     def _change_vllm(self) -> None:
         """Note what is asked of configs, and import classes in this process."""
         from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method  # noqa: PLC0415
-        from vllm.model_executor.layers.linear import (  # noqa: PLC0415
-            LinearBase,
-            UnquantizedLinearMethod,
-        )
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: PLC0415
         from vllm.model_executor.layers.quantization import fp8  # noqa: PLC0415
         from vllm.model_executor.models import registry  # noqa: PLC0415
 

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from vllm import LLM, SamplingParams
 from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
-from vllm.model_executor.kernels.linear import (
-    EmulationMxfp8LinearKernel,
-    register_linear_kernel,
-)
+from vllm.model_executor.kernels.linear import EmulationMxfp8LinearKernel, register_linear_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms import PlatformEnum

@@ -9,12 +9,7 @@ import pytest
 
 from fp8calib.verification.judge.decide import choose_smallest, explain_broken
 from fp8calib.verification.judge.decide import conclude as conclude_report
-from fp8calib.verification.judge.fits import (
-    assess_need,
-    describe_damage,
-    is_damaged,
-    list_losing,
-)
+from fp8calib.verification.judge.fits import assess_need, describe_damage, is_damaged, list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,

@@ -17,10 +17,7 @@ from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.candidates import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.weights import (
-    Changed,
-    WeightParameter,
-)
+from fp8calib.verification.emulation.weights import Changed, WeightParameter
 from fp8calib.verification.token_scores import open_lm_head
 from tests import zoo
 from tests.kit.pictures import assert_unchanged, take

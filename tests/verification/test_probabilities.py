@@ -29,12 +29,7 @@ from fp8calib.verification.emulation.probabilities import (
 )
 from tests.kit.allocations import peak_allocated
 from tests.kit.minutes import in_minutes, takes_minutes
-from tests.verification.by_hand import (
-    FULL,
-    PADDED,
-    Subject,
-    plain_forward,
-)
+from tests.verification.by_hand import FULL, PADDED, Subject, plain_forward
 
 QUANTIZER = Quantizer(fmt=E4M3FN, scale=torch.tensor(1 / 256))
 WITHOUT_INTERFACE = ("falcon",)

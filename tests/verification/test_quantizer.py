@@ -7,11 +7,7 @@ import torch
 
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.fake_quantize import (
-    Damage,
-    Quantizer,
-    measure_damage,
-)
+from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer, measure_damage
 
 
 def draw(*shape: int, seed: int = 5) -> torch.Tensor:

@@ -19,13 +19,7 @@ from tests import zoo
 from tests.kit.allocations import peak_allocated
 from tests.kit.multimodal import build_multimodal
 from tests.simulated_gpus import gpu
-from tests.verification.by_hand import (
-    Subject,
-    make_batch,
-    opened,
-    padding_mask,
-    score_all,
-)
+from tests.verification.by_hand import Subject, make_batch, opened, padding_mask, score_all
 
 BATCHES = [make_batch([5, 20, 13]), make_batch([20, 20], seed=12, first=3)]
 WITH_A_HEAD_OF_THEIR_OWN = {

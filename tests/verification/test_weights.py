@@ -13,20 +13,11 @@ from fp8calib.model.geometry import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Damage
-from fp8calib.verification.emulation.weights import (
-    HeldWeight,
-    changed_weights,
-    find_clipped,
-)
+from fp8calib.verification.emulation.weights import HeldWeight, changed_weights, find_clipped
 from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
-from tests.verification.by_hand import (
-    Subject,
-    emulate_checkpoint,
-    hold_weights,
-    opened,
-)
+from tests.verification.by_hand import Subject, emulate_checkpoint, hold_weights, opened
 
 REFERENCE = find_emulated("reference")[1]
 

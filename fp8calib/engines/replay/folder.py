@@ -12,11 +12,7 @@ from pathlib import Path
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.locations import refuse_external_link
-from fp8calib.checkpoint.model_config import (
-    CONFIG_NAME,
-    MODELOPT_CONFIG_NAME,
-    find_dtype,
-)
+from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME, find_dtype
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
 from fp8calib.errors import ModelError, cut_list, shorten

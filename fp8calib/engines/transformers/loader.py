@@ -162,9 +162,7 @@ _CASTS = ("copy_", "_to_copy")
 def _find_class(config: Mapping[str, object]) -> Any:
     """Find the class that loads a model: a causal language model, else the one of the config."""
     import transformers  # noqa: PLC0415 -- slow
-    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
 
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""

@@ -10,11 +10,7 @@ from functools import partial
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import BY_CONFIG
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
-from fp8calib.engines.replay.declared import (
-    CONFIG_KEYS,
-    find_quantization,
-    matches_target,
-)
+from fp8calib.engines.replay.declared import CONFIG_KEYS, find_quantization, matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.served_dtype import find_served_dtype

@@ -16,11 +16,7 @@ from fp8calib.engines.replay.declared import (
     note_drafter,
 )
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.loaded_scales import (
-    match_to_layers,
-    open_indexed,
-    require_scalar,
-)
+from fp8calib.engines.replay.loaded_scales import match_to_layers, open_indexed, require_scalar
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -33,12 +29,7 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
-from fp8calib.engines.vllm.names import (
-    LOADER,
-    NAMES_FIX,
-    WRAPPERS,
-    WeightLoader,
-)
+from fp8calib.engines.vllm.names import LOADER, NAMES_FIX, WRAPPERS, WeightLoader
 from fp8calib.errors import shorten
 from fp8calib.formats.kv.config import SCHEME_HINT, find_scheme_fault
 from fp8calib.formats.kv.validate import is_query_scale

@@ -13,14 +13,7 @@ from pathlib import Path
 
 from fp8calib.errors import ModelError, refusal
 from fp8calib.model.module_paths import matches_expression
-from fp8calib.numerics.schemes import (
-    BLOCK,
-    GROUP_SIZE,
-    MX_BLOCK,
-    Granularity,
-    InputScaling,
-    Scheme,
-)
+from fp8calib.numerics.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, Granularity, InputScaling, Scheme
 
 Fields = Mapping[str, object]
 _WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)

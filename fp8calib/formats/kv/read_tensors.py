@@ -13,12 +13,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
 from fp8calib.errors import cut_list, name_ranges, refusal
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles, Spelling
 from fp8calib.formats.kv.config import read_config
-from fp8calib.formats.kv.parse_names import (
-    ScaleName,
-    find_owners,
-    find_spelling,
-    parse_name,
-)
+from fp8calib.formats.kv.parse_names import ScaleName, find_owners, find_spelling, parse_name
 from fp8calib.formats.kv.validate import (
     ONE_FILLS_BOTH,
     check_scales,

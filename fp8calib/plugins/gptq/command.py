@@ -48,11 +48,7 @@ from fp8calib.plugins.gptq.input_map import map_inputs
 from fp8calib.plugins.gptq.layer_rounding import CODES, Rounding, count_code_bytes
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
-from fp8calib.quantization.calibrated_scales import (
-    check_stats_model,
-    find_scales,
-    split_static,
-)
+from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales, split_static
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (

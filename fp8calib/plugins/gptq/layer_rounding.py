@@ -28,12 +28,7 @@ from fp8calib.plugins.gptq.core import (
     search_scales,
     searches_scales,
 )
-from fp8calib.plugins.gptq.hessians import (
-    LENGTH_POWER,
-    HessianRecorder,
-    HessianSums,
-    LayerHessians,
-)
+from fp8calib.plugins.gptq.hessians import LENGTH_POWER, HessianRecorder, HessianSums, LayerHessians
 from fp8calib.plugins.gptq.input_map import MappedInput
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.matrices import Matrix

@@ -26,12 +26,7 @@ from fp8calib.verification.candidates import build_kv_candidate, make_unscaled_t
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.decide import get_kld
 from fp8calib.verification.judge.gates import GATES
-from fp8calib.verification.report import (
-    SCALE_ONE,
-    CandidateResult,
-    PairedResult,
-    Verdict,
-)
+from fp8calib.verification.report import SCALE_ONE, CandidateResult, PairedResult, Verdict
 from fp8calib.verification.tables import describe_pair, format_mean_kld, format_ratio, format_share
 from fp8calib.verification.verify import Verification
 

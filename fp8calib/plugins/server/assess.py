@@ -30,20 +30,9 @@ from fp8calib.plugins.server.faults import (
     list_kv_faults,
     run_faults,
 )
-from fp8calib.plugins.server.result import (
-    SERVER,
-    EstimateResult,
-    ServerResult,
-    UnquantizedServer,
-)
+from fp8calib.plugins.server.result import SERVER, EstimateResult, ServerResult, UnquantizedServer
 from fp8calib.verification.judge.gates import Gate, judge
-from fp8calib.verification.report import (
-    SCALE_ONE,
-    CandidateResult,
-    Decision,
-    Verdict,
-    VerifyReport,
-)
+from fp8calib.verification.report import SCALE_ONE, CandidateResult, Decision, Verdict, VerifyReport
 from fp8calib.verification.summary import (
     average,
     bounded_exp,

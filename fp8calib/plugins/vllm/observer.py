@@ -164,9 +164,7 @@ def _describe_module(module: Any) -> dict[str, Any] | None:
 
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether a module routes tokens to experts and runs them."""
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (  # noqa: PLC0415
-        MoERunnerInterface,
-    )
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface  # noqa: PLC0415
 
     return isinstance(module, MoERunnerInterface)
 

@@ -16,11 +16,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
-from fp8calib.checkpoint.model_config import (
-    CONFIG_NAME,
-    find_dtype,
-    without_quantization,
-)
+from fp8calib.checkpoint.model_config import CONFIG_NAME, find_dtype, without_quantization
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from fp8calib.plugins.plan import search
-from fp8calib.plugins.plan.search import (
-    Group,
-    GroupChoice,
-    Picks,
-    Sum,
-    list_frontier,
-)
+from fp8calib.plugins.plan.search import Group, GroupChoice, Picks, Sum, list_frontier
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,7 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.plugins.server import server
-from fp8calib.plugins.server.served import (
-    ServedHooks,
-    compare_served,
-    count_prompt,
-    list_served,
-)
+from fp8calib.plugins.server.served import ServedHooks, compare_served, count_prompt, list_served
 from fp8calib.verification.candidates import build_kv_candidate, emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.verify import Verification, run_verification

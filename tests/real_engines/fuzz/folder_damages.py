@@ -8,15 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.real_engines.fuzz.damage import (
-    Change,
-    Damage,
-    Select,
-    drop,
-    edit,
-    one_of,
-    rename,
-)
+from tests.real_engines.fuzz.damage import Change, Damage, Select, drop, edit, one_of, rename
 from tests.real_engines.fuzz.draft import INDEX, Draft, UnfitError
 
 _WIDTH = 64

@@ -4,16 +4,7 @@ import math
 
 import torch
 
-from tests.real_engines.fuzz.damage import (
-    Change,
-    Damage,
-    Edit,
-    drop,
-    edit,
-    has_kv,
-    one_of,
-    rename,
-)
+from tests.real_engines.fuzz.damage import Change, Damage, Edit, drop, edit, has_kv, one_of, rename
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.forms import draw_scale
 

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST, save_model
-from tests.real_engines.fuzz.compare import (
-    HeldPair,
-    Kind,
-    Observation,
-    compare,
-)
+from tests.real_engines.fuzz.compare import HeldPair, Kind, Observation, compare
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, draw, parse_case
 from tests.real_engines.fuzz.forms import FORMS
