@@ -123,6 +123,8 @@ def _quantize_head(draft: Draft) -> None:
     module = draft.fp8_modules()[0]
     head = draft["lm_head.weight"]
     for name in draft.companions(module):
+        if name.endswith(".bias"):  # the head has its own
+            continue
         scale = draft[name]
         shape = (
             [head.shape[0], *scale.shape[1:]]
