@@ -383,6 +383,20 @@ def test_input_scales_of_experts_that_stay_apart_are_used(
     assert (told == ("bad", f"{name} holds 0")) is is_used
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_that_the_class_lacks_is_lost(tmp_path: Path, value: float) -> None:
+    """As where model_type was edited; some tools store biases of zeros for every linear."""
+    tensors = load_file(FOLDER / "llama" / "model.safetensors")
+    config = json.loads((FOLDER / "llama" / "config.json").read_text())
+    tensors["model.layers.1.input_layernorm.bias"] = torch.full((config["hidden_size"],), value)
+    report = _compare(_save_folder(tmp_path / "model", tensors, config))
+    said = "" if report.weights is None else report.weights.why
+    lost = "model.layers.1.input_layernorm.bias is left out: its module has no bias by config.json"
+    assert said == (lost if value else "")
+    _, unexpected = _load(tmp_path / "model")
+    assert unexpected == {"model.layers.1.input_layernorm.bias"}
+
+
 @pytest.mark.parametrize("is_per_head", [False, True])
 def test_scales_per_head_fail_on_latents(tmp_path: Path, *, is_per_head: bool) -> None:
     """llm-compressor writes one for each expanded head of DeepSeek; transformers caches latents."""

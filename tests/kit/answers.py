@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.transformers import report
 from fp8calib.engines.weights.stored import read_scale_values
@@ -44,7 +45,7 @@ def build_skeleton(source: ModelSource) -> LoadedModel:
 
 
 def _list_seen(folder: ScaleFolder) -> Iterator[object]:
-    """List what transformers and the replay see of a folder: all but the values of weights."""
+    """List what transformers and the replay see of a folder: of weights, only values of biases."""
     yield from (folder.tensors, folder.scales, folder.faults, folder.index, folder.recorded)
     yield from (folder.modelopt, folder.unread, folder.preferred)
     for path in sorted(folder.path.iterdir()):
@@ -53,6 +54,10 @@ def _list_seen(folder: ScaleFolder) -> Iterator[object]:
             yield path.name, path.read_bytes() if is_config else b""
         elif path.name in folder.tensors:
             yield _read_header(path)
+            with TensorFile(path) as file:
+                named = folder.tensors[path.name].items()
+                biases = ((name, each) for name, each in named if name.endswith(".bias"))
+                yield [file.read_array(name, 0, each.size_bytes).tobytes() for name, each in biases]
     places = {n: (file, e) for file, held in folder.tensors.items() for n, e in held.items()}
     yield sorted(read_scale_values(folder, places)[0].items())
 

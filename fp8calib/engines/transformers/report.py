@@ -13,6 +13,7 @@ from inspect import signature
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.declared import amend_for_dtype
@@ -207,11 +208,23 @@ class _Report:
         for name in missing if _have_weights(self._context.tensors.values()) else ():
             what = "uninitialised memory" if is_linear_scale(name) else "random numbers, or ones"
             yield f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
+        yield from self._list_lost_biases()
         for name, entry in self._stored.items():
             yield from self._list_dtype_faults(name, entry)
             yield from self._list_scaling_faults(name, entry)
             yield from self._list_spread_faults(name)
         yield from self._list_joined_faults()
+
+    def _list_lost_biases(self) -> Iterator[str]:
+        """List biases, not of zeros, of modules that the config gives none."""
+        for name in sorted(name for name in self._unexpected if name.endswith(".bias")):
+            module = self._find_module(name.removesuffix(".bias"))
+            file = next((file for file in self._files if name in self._folder.tensors[file]), None)
+            if file is None or getattr(module, "weight", None) is None:
+                continue
+            with TensorFile(self._folder.path / file) as opened:
+                if opened.read_floats(name).any():
+                    yield f"{shorten(name)} is left out: its module has no bias by config.json"
 
     def _list_bad_scales(self) -> Iterator[str]:
         inputs = list_scale_names(of_inputs=True)
