@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fp8calib.calibration import reductions
 from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, join_ranges, merge_sites
@@ -27,7 +28,6 @@ from fp8calib.calibration.job import CalibrationJob
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import has_experts_kernel, has_reduction_kernel
 from fp8calib.calibration.stats_header import Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights, settle_weights
@@ -211,9 +211,9 @@ class _Run:
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
         # before the batches, as the host waits for a trial
         for device in {self._decoder.device, *gpus_of(prepared.model)}:
-            has_reduction_kernel(device)
+            reductions.has_reduction_kernel(device)
             if has_experts:
-                has_experts_kernel(device)
+                reductions.has_experts_kernel(device)
         self._checked_at = time.monotonic()
         return open_hooks(
             *(prepared.model, prepared.geometry, self._recorder),
