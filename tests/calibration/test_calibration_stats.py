@@ -24,7 +24,12 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.stats_header import Skipped, StatsHeader, StatsShard
-from fp8calib.calibration.unquantized_tensors import measure_distance, sketch_matrix
+from fp8calib.calibration.unquantized_tensors import (
+    hash_unquantized,
+    is_sketch,
+    measure_distance,
+    sketch_matrix,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.modality import Modality
 from fp8calib.data.sequences import Share
@@ -335,3 +340,18 @@ def test_a_damaged_sketch_is_refused(tmp_path: Path, text: str) -> None:
         pytest.raises(ModelError, match=r"damaged: sketch of a: .*(not 32|adding|ase64|buffer)"),
     ):
         measure_distance(f"rows:{text}", checkpoint, "a")
+
+
+def test_norms_and_embeddings_are_hashed_and_linears_sketched(tmp_path: Path) -> None:
+    """An output layer is neither: some tools quantize it, others do not."""
+    model = zoo.save("llama", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        told = hash_unquantized(checkpoint)
+    linears = {
+        name for name, each in model.named_parameters() if "_proj" in name and each.dim() == 2
+    }
+    kept = {
+        name for name, _ in model.named_parameters() if "norm" in name or "embed_tokens" in name
+    }
+    assert {name for name, text in told.items() if is_sketch(text)} == linears
+    assert told.keys() - linears == kept
