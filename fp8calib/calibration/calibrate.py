@@ -222,6 +222,12 @@ class _Run:
             ignored=prepared.ignored,
         )
 
+    def _begin(self, batch: Batch) -> HookedCache:
+        """Begin to observe a batch, and give its cache; it counts after `end_batch`."""
+        view = BatchView(batch.input_ids.shape, batch.lengths, batch.first)
+        self._recorder.begin_batch(view)
+        return self._open_cache()
+
     def _check(self, *, at_end: bool = False) -> bool:
         """Refuse NaN and inf in the batches since the last look; on a GPU, look if it was long ago.
 
@@ -279,9 +285,7 @@ class _Run:
                     waiting.extendleft(reversed(cut_into(batch, most)))
                     continue
                 try:
-                    view = BatchView(batch.input_ids.shape, batch.lengths, batch.first)
-                    recorder.begin_batch(view)
-                    self._decoder.run(batch, self._open_cache())
+                    self._decoder.run(batch, self._begin(batch))
                     recorder.end_batch()
                 except OutOfMemoryInForward:
                     most = len(batch.lengths) // 2
@@ -348,9 +352,7 @@ class _Run:
                     self._weights |= observe_weights(left, loaded, ignored=ignored)
                     for number, batch in enumerate(batches):
                         before = store.get(number, self._decoder.device) if index else None
-                        view = BatchView(batch.input_ids.shape, batch.lengths, batch.first)
-                        recorder.begin_batch(view)
-                        cache = self._open_cache()
+                        cache = self._begin(batch)
                         after = steps.run_layer(index, batch, cache, before, checks=number == 0)
                         recorder.end_batch()
                         if index < last:

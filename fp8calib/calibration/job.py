@@ -125,7 +125,7 @@ class CalibrationJob:
     def mode(self) -> MemoryPlan:
         """How the model is held: in memory whole, or streamed."""
         model, observe = self.model, self.observe
-        if self.engine or model.is_live or model.device_map is not None:
+        if self.engine or model.is_placed:
             return MemoryPlan()
         elements = sum(  # amax by channel; the plan's reserve covers the other statistics
             (observe.inputs + observe.weights) * linear.in_features

@@ -32,6 +32,11 @@ class RunModel:
     is_live: bool = False
     """Whether the caller holds the model in memory."""
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether how it is held in memory is not for us to choose."""
+        return self.is_live or self.device_map is not None
+
     def load(self, progress: Progress) -> PreparedModel:
         """Give the model with its weights."""
         if self.is_live:

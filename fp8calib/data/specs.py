@@ -108,13 +108,12 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
             entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
         except OSError as error:
             fault = f"the folder cannot be listed ({error.strerror})"
-        paths = tuple(e for e in entries if _is_file(e) and e.suffix.lower() in ACCEPTED_SUFFIXES)
+        paths = tuple(e for e in entries if _is_file(e) and _has_suffix(e))
         if not paths:
             hint = "name the folder that holds the files; its subfolders are not searched"
             raise DataError(f"--data {path}: {fault}", hint=hint)
         return paths, tuple(entry.name for entry in entries if entry not in paths)
-    is_accepted = path.suffix.lower() in ACCEPTED_SUFFIXES
-    if not is_accepted and (path.suffix or _is_file(path)):
+    if not _has_suffix(path) and (path.suffix or _is_file(path)):
         ending = f"the suffix {path.suffix.lower()!r}" if path.suffix else "a file without suffix"
         raise UsageError(
             f"--data {path}: {ending} is not accepted; accepted are {accepted}", hint=_SPEC_HINT
@@ -129,5 +128,9 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     return (path,), ()
 
 
+def _has_suffix(path: Path) -> bool:
+    return path.suffix.lower() in ACCEPTED_SUFFIXES
+
+
 def _is_data_path(text: str) -> bool:
-    return _is_dir(text) or (_is_file(text) and text.lower().endswith(ACCEPTED_SUFFIXES))
+    return _is_dir(text) or (_is_file(text) and _has_suffix(Path(text)))

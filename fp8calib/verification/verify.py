@@ -339,7 +339,7 @@ def plan_verification(
     case, `cannot_stream` is raised where it would be. Where a GPU has room, candidates `may_share`
     a batch with the unquantized model.
     """
-    if model.is_live or model.device_map is not None:
+    if model.is_placed:
         return MemoryPlan()
     text = list(batches(asked.plan, asked.batch_size))
     scored = [*asked.candidates, *asked.others, *asked.rules.values()]
