@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ExportRequest:
     """Write the scales of a calibration in other formats or for other tensor-parallel degrees.
 
-    Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
+    Example: fp8calib export out --model SmolLM2-135M-Instruct --format kv-overlay-head --out heads
     """
 
     stats: shared.Stats | Sequence[shared.Stats] = option(

@@ -228,6 +228,8 @@ class Dialect:
     """Says why it has no place for the scales of a model; None if it has for every model."""
     lists_all_layers: bool = False
     """Layers without K and V have an entry too: 1.0."""
+    unread: str = ""
+    """Which engines of today do not read it, for who writes it; empty if that goes without saying."""
 
     def path(self, tp: int = 1) -> str:
         """Name the folder or file for `tp` ranks."""

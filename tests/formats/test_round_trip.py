@@ -307,11 +307,19 @@ def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Pat
     assert notes == [f"{site}: {why}"]
 
 
+def test_a_file_that_no_engine_of_today_reads_is_written_with_a_warning(out: Path) -> None:
+    notes = _write(plain_stats(), out, ("vllm-json", "rfc", "kv-scales"))
+
+    assert [note.partition(":")[0] for note in notes] == ["vllm-json", "rfc"]
+    assert all(note.endswith("they load kv-overlay") for note in notes)
+
+
 def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:
     notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2))
 
     assert [note.partition(":")[0] for note in notes] == [
-        f"model.layers.0.mlp.experts.1.{name}_proj.input" for name in ("gate", "up", "down")
+        "rfc",
+        *(f"model.layers.0.mlp.experts.1.{name}_proj.input" for name in ("gate", "up", "down")),
     ]
 
 

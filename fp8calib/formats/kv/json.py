@@ -129,6 +129,7 @@ VLLM_JSON = Dialect(
     per_tp=True,
     joins_kv=True,
     lists_all_layers=True,
+    unread="vLLM since 0.7 does not read this file, and SGLang misreads it",
 )
 RFC = replace(
     VLLM_JSON,
@@ -140,4 +141,5 @@ RFC = replace(
     recognise=lambda files: any(map(_has_rank_keys, files.documents.values())),
     read=lambda files, geometry: _read(files, geometry, is_rfc=True),
     has_linears=True,
+    unread="no engine reads a file with the RFC's keys: those that try run with scale 1.0",
 )
