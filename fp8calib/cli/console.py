@@ -23,24 +23,25 @@ from fp8calib.machine import PeakMemory
 
 
 class _Console(Console):
-    """A console that discards what a closed pipe no longer takes; rich itself would exit."""
+    """A console that discards what a closed pipe no longer takes; rich itself would exit.
+
+    A message that stderr cannot take (a full disk, say) stops no run.
+    """
 
     def on_broken_pipe(self) -> None:
         discard(self.file)
-
-
-class _Messages(_Console):
-    """The console of stderr: a message that it cannot take (a full disk, say) stops no run."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
             super().print(*objects, **options)
         except OSError:
+            if not self.stderr:
+                raise
             discard(self.file)
 
 
 _out = _Console(highlight=False, soft_wrap=True)
-_err = _Messages(stderr=True, highlight=False, soft_wrap=True)
+_err = _Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def be_silent(is_silent: bool = True) -> None:

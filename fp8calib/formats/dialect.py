@@ -229,7 +229,7 @@ class Dialect:
     lists_all_layers: bool = False
     """Layers without K and V have an entry too: 1.0."""
     unread: str = ""
-    """Which engines of today do not read it, for who writes it; empty if that goes without saying."""
+    """Which engines of today do not read it, as a warning says; empty where none is needed."""
 
     def path(self, tp: int = 1) -> str:
         """Name the folder or file for `tp` ranks."""
