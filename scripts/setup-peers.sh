@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Make .venv-peers (llm-compressor and ModelOpt) or .venv-quark: scripts/setup-peers.sh peers|quark
+# Make .venv-peers (llm-compressor and ModelOpt), .venv-auto-round or .venv-quark:
+# scripts/setup-peers.sh peers|auto-round|quark
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 folder=.venv-$1
 torch=torch==2.13.0
-# Quark needs another version of transformers than llm-compressor.
+# Quark needs another version of transformers than llm-compressor, which needs an older auto-round.
 case "$1" in
     peers) packages=(llmcompressor==0.14.0.1 nvidia-modelopt==0.47.0) ;;
+    auto-round) packages=(auto-round==0.16.1 compressed-tensors==0.19.0 transformers==5.17.0) ;;
     quark) packages=(amd-quark==0.13 transformers==5.16.1 accelerate) ;;
 esac
 if [ -e "$folder/installed" ]; then

@@ -5,7 +5,7 @@ tiny model of each type: L loaded, I ignored, E error, under each of METHODS, fo
 IN_ATTENTION, the first name without its root, one of a layer that does not exist, and each of
 ELSEWHERE. A row also says where the model differs from llama: its type, the path of its attention,
 what is stored there for k_proj, and the beginning of the class that wraps it.
-The damages of `tests/real_engines/fuzz` rename scales in the same models, which vLLM then loads.
+`tests/real_engines/test_vllm_names.py` runs some of them again.
 """
 
 import json

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm import LLM
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging_if_needed
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 from vllm_weights import describe, leave_out_kernels, load
+from vllm_worker import TINY_SERVER
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "fp8calib" / "plugins" / "vllm" / "loader_script.py"
-_TIMEOUT_S = {"load": 120, "run": 120, "calibrate": 900}
+_TIMEOUT_S = {"load": 120, "run": 120, "names": 300, "calibrate": 900}
 
 
 def main() -> None:
@@ -40,7 +43,7 @@ def main() -> None:
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no reply
-    verbs = {"load": load_model, "run": run_script, "calibrate": calibrate}
+    verbs = {"load": load_model, "run": run_script, "names": load_names, "calibrate": calibrate}
     for line in sys.stdin:
         job = json.loads(line)
         verb, result = job.pop("verb"), Path(job.pop("result"))
@@ -89,6 +92,11 @@ def run_script(result: Path, model: str, kv_cache_dtype: str) -> None:
     script.main()
 
 
+def load_names(result: Path, model: str, names: list[str]) -> None:
+    """Write the parameters that a tensor of each name is loaded into, or the error."""
+    result.write_text(json.dumps(try_names(model, names)))
+
+
 def calibrate(
     result: Path,
     arguments: list[str],
@@ -130,6 +138,41 @@ def _keep_answers(answers: dict[str, list[Any]]) -> None:
         return answers[method]
 
     LLM.collective_rpc = keep  # type: ignore[method-assign]
+
+
+class AskedError(Exception):
+    """All names have been tried."""
+
+
+def try_names(model: str, names: Iterable[str]) -> dict[str, Any]:
+    """Give for each name the parameters that a tensor is loaded into, or the error."""
+    answer: dict[str, Any] = {}
+
+    def ask(_: Any, module: torch.nn.Module, *__: Any) -> None:
+        parameters = dict(module.named_parameters())
+        for name in names:
+            answer[name] = _load(module, parameters, name)
+        raise AskedError
+
+    DefaultModelLoader.load_weights = ask
+    try:
+        LLM(
+            model=model,
+            dtype="bfloat16",
+            **TINY_SERVER,
+        )
+    except AskedError:
+        return answer
+    raise AssertionError(f"{model}: vLLM never came to its weights")
+
+
+def _load(module: Any, parameters: dict[str, Any], name: str) -> list[str] | str:
+    """Give the parameters that one tensor is loaded into, or the error."""
+    try:
+        loaded = module.load_weights(iter([(name, torch.tensor([0.25]))]))
+    except Exception as error:  # noqa: BLE001 -- whatever the engine says is the answer
+        return f"{type(error).__name__}: {error}"
+    return sorted(set(loaded) & parameters.keys())
 
 
 if __name__ == "__main__":
