@@ -23,7 +23,6 @@ _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
 _WITHIN = 3.0
 """The factor by which a group of these estimates may be off."""
-_SAMPLED_ROWS = 64
 _SHIFTED_NORMS = (
     *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
     *("qwen3_5_moe_text", "recurrent_gemma", "vaultgemma"),
@@ -53,23 +52,6 @@ def estimate_reaches(
             if estimated is not None:
                 reaches[layer.index, role] = estimated
     return reaches
-
-
-def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
-    """Measure the root mean square of rows in the middle of FP8 matrices, by their names.
-
-    Left out are experts, which may be dead, and what is zero or not finite, or has no scale.
-    """
-    sizes = {}
-    with np.errstate(all="ignore"), _Weights(folder, ()) as weights:
-        for name, entry in ((n, e) for held in folder.tensors.values() for n, e in held.items()):
-            if entry.dtype not in WEIGHT_FORMATS or ".experts." in name or len(entry.shape) != 2:
-                continue
-            first = max(0, (entry.shape[0] - _SAMPLED_ROWS) // 2)
-            values = weights.read(name, first, min(entry.shape[0], first + _SAMPLED_ROWS))
-            if values is not None:
-                sizes[name] = float(np.sqrt(np.mean(np.square(values, dtype="f8"))))
-    return {name: size for name, size in sizes.items() if 0 < size < float("inf")}
 
 
 def _estimate(
@@ -123,10 +105,8 @@ class _Weights(ExitStack):
             self.beside[path].append(last)
             self.beside[parent].append(rest)
 
-    def read(
-        self, name: str, first: int = 0, last: int | None = None
-    ) -> NDArray[np.float32] | None:
-        """Read floats, or rows of FP8 with their scale; None for any other, or an odd scale."""
+    def read(self, name: str) -> NDArray[np.float32] | None:
+        """Read floats, or FP8 with its scale; None for any other, or an odd scale."""
         if (file := self._open(name)) is None:
             return None
         entry = file.tensors[name]
@@ -143,12 +123,11 @@ class _Weights(ExitStack):
         if not scale.size:
             return None
         rows, columns = entry.shape
-        last = rows if last is None else last
-        data = file.read_array(name, first * columns, last * columns)
+        data = file.read_array(name, 0, entry.size_bytes)
         scale = scale.reshape(scale.shape[0] if scale.ndim else 1, -1)
         # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
         chosen = np.ix_(
-            np.arange(first, last) * scale.shape[0] // rows,
+            np.arange(rows) * scale.shape[0] // rows,
             np.arange(columns) * scale.shape[1] // columns,
         )
         return decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
