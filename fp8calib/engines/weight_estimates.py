@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
-from contextlib import ExitStack
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Slot
@@ -46,30 +45,35 @@ def estimate_reaches(
     reaches: dict[Slot, Reach] = {}
     if geometry.model_type in _WEIGHTLESS_NORMS:
         return reaches
-    with np.errstate(all="ignore"), _Weights(folder, odd_scales) as weights:
+    files = [TensorFile(folder.path / file) for file in folder.tensors]
+    with np.errstate(all="ignore"), Checkpoint(folder.path, files=files) as weights:
         for (layer, attention), role in product(geometry.attentions(), KV_ROLES):
-            estimated = _estimate(weights, geometry, attention, role)
+            estimated = _estimate(weights, odd_scales, geometry, attention, role)
             if estimated is not None:
                 reaches[layer.index, role] = estimated
     return reaches
 
 
 def _estimate(
-    weights: _Weights, geometry: ModelGeometry, attention: Attention, role: Role
+    weights: Checkpoint,
+    odd_scales: Collection[str],
+    geometry: ModelGeometry,
+    attention: Attention,
+    role: Role,
 ) -> Reach | None:
     """Estimate the reach of one tensor; None if it is not made by a norm and one weight."""
     path = attention.checkpoint_module
     parent, _, name = path.rpartition(".")
-    projection = f"{path}.{role}_proj"
-    has_norm = any("norm" in each and each.startswith(role) for each in weights.beside[path])
+    starting = (each for each in weights.tensors if each.startswith(f"{path}.{role}"))
+    has_norm = any("norm" in each.removeprefix(path).split(".")[1] for each in starting)
     if name == "cross_attn" or attention.producer is not None or has_norm:
         return None
-    weight = weights.read(f"{projection}.weight")
-    norm = weights.read(f"{parent}.input_layernorm.weight")
+    weight = _read(weights, f"{path}.{role}_proj.weight", odd_scales)
+    norm = _read(weights, f"{parent}.input_layernorm.weight", odd_scales)
     if weight is None or norm is None or weight.ndim != 2 or not weight.size:
         return None
-    beta = weights.read_bias(f"{parent}.input_layernorm.bias", len(weight[0]))
-    bias = weights.read_bias(f"{projection}.bias", len(weight))
+    beta = _read_bias(weights, f"{parent}.input_layernorm.bias", len(weight[0]))
+    bias = _read_bias(weights, f"{path}.{role}_proj.bias", len(weight))
     if norm.shape != weight.shape[1:] or beta is None or bias is None:
         return None
     shift = float((np.abs(weight @ beta) + np.abs(bias)).max()) if beta.any() or bias.any() else 0.0
@@ -88,59 +92,33 @@ def _estimate(
     )
 
 
-class _Weights(ExitStack):
-    """The weights of a folder; each file is opened once."""
+def _read(
+    weights: Checkpoint, name: str, odd_scales: Collection[str] = ()
+) -> NDArray[np.float32] | None:
+    """Read floats, or FP8 with its scale; None for any other, or an odd scale."""
+    entry = weights.tensors.get(name)
+    if entry is None or entry.dtype in PLAIN_DTYPES:
+        return None if entry is None else weights.read_floats(name)
+    scales = [each for each in name_companions(name).scales if each in weights.tensors]
+    is_matrix = len(entry.shape) == 2 and bool(entry.size_bytes)
+    if entry.dtype not in WEIGHT_FORMATS or not is_matrix or len(scales) != 1:
+        return None
+    scale = weights.read_floats(scales[0], of_scale=True)
+    if scales[0] in odd_scales or not scale.size:
+        return None
+    rows, columns = entry.shape
+    data = weights.read_array(name, 0, entry.size_bytes)
+    scale = scale.reshape(scale.shape[0] if scale.ndim else 1, -1)
+    # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
+    chosen = np.ix_(
+        np.arange(rows) * scale.shape[0] // rows, np.arange(columns) * scale.shape[1] // columns
+    )
+    return decode_floats(data, entry.dtype).reshape(rows, columns) * scale[chosen]
 
-    def __init__(self, folder: ScaleFolder, odd_scales: Collection[str]) -> None:
-        super().__init__()
-        self._folder = folder
-        self._odd_scales = odd_scales
-        self._located = {name: file for file, held in folder.tensors.items() for name in held}
-        self._files: dict[str, TensorFile] = {}
-        self.beside: dict[str, list[str]] = defaultdict(list)
-        """By module: the last parts of the names of its modules and tensors."""
-        for name in self._located:
-            parent, _, rest = name.rpartition(".")
-            path, _, last = parent.rpartition(".")
-            self.beside[path].append(last)
-            self.beside[parent].append(rest)
 
-    def read(self, name: str) -> NDArray[np.float32] | None:
-        """Read floats, or FP8 with its scale; None for any other, or an odd scale."""
-        if (file := self._open(name)) is None:
-            return None
-        entry = file.tensors[name]
-        if entry.dtype in PLAIN_DTYPES:
-            return file.read_floats(name, of_scale=True)
-        scales = [each for each in name_companions(name).scales if each in self._located]
-        is_matrix = len(entry.shape) == 2 and bool(entry.size_bytes)
-        if entry.dtype not in WEIGHT_FORMATS or not is_matrix or len(scales) != 1:
-            return None
-        held = self._open(scales[0])
-        if held is None or scales[0] in self._odd_scales:
-            return None
-        scale = held.read_floats(scales[0], of_scale=True)
-        if not scale.size:
-            return None
-        rows, columns = entry.shape
-        data = file.read_array(name, 0, entry.size_bytes)
-        scale = scale.reshape(scale.shape[0] if scale.ndim else 1, -1)
-        # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
-        chosen = np.ix_(
-            np.arange(rows) * scale.shape[0] // rows,
-            np.arange(columns) * scale.shape[1] // columns,
-        )
-        return decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
-
-    def read_bias(self, name: str, length: int) -> NDArray[np.float32] | None:
-        """Read a bias; zeros where the model has none, None for another shape or dtype."""
-        if name not in self._located:
-            return np.zeros(length, dtype=np.float32)
-        bias = self.read(name)
-        return bias if bias is not None and bias.shape == (length,) else None
-
-    def _open(self, name: str) -> TensorFile | None:
-        file = self._located.get(name)
-        if file is not None and file not in self._files:
-            self._files[file] = self.enter_context(TensorFile(self._folder.path / file))
-        return None if file is None else self._files[file]
+def _read_bias(weights: Checkpoint, name: str, length: int) -> NDArray[np.float32] | None:
+    """Read a bias; zeros where the model has none, None for another shape or dtype."""
+    if name not in weights.tensors:
+        return np.zeros(length, dtype=np.float32)
+    bias = _read(weights, name)
+    return bias if bias is not None and bias.shape == (length,) else None
