@@ -72,7 +72,7 @@ class CheckRequest:
     )
     read_weights: bool = option(
         "--read-weights",
-        "Read all values: NaN, infinities, tensors of zeros, what K and V may reach.",
+        "Read all values: NaN, infinities, rows of zeros, what K and V may reach.",
         default=False,
     )
     allow_suspicious: bool = option(

@@ -229,7 +229,7 @@ _PARTNERS = {"q": "k", "k": "q", "v": "o", "o": "v", "up": "down", "down": "up"}
 """The projections between which a factor can be moved, which leaves what a model computes."""
 _PROJECTION = re.compile(rf"\.({'|'.join(_PARTNERS)})_proj\.")
 _MOST_IMBALANCE = 4.0
-_NUMBER = re.compile(r"\d+")
+NUMBER = re.compile(r"\d+")
 
 
 def suspect_weight_scales(
@@ -243,7 +243,7 @@ def suspect_weight_scales(
     kinds: dict[tuple[Role, str], list[str]] = defaultdict(list)
     for role, scale, weight in list_scales(tensors, largest):
         reach[role].append(largest[scale] * WEIGHT_FORMATS[tensors[weight].dtype].max)
-        kinds[role, _NUMBER.sub("#", scale)].append(scale)
+        kinds[role, NUMBER.sub("#", scale)].append(scale)
     for role, found in reach.items():
         if median(found) > _MOST_USUAL[role]:
             text = f"their {role} scales stand for {role}s of up to {max(found):,.4g}: they look"
@@ -255,13 +255,36 @@ def suspect_weight_scales(
         if role is Role.WEIGHT and (middle := median(largest[name] for name in names)):
             ratios |= {name: largest[name] / middle for name in names}
     for (role, _), names in kinds.items():
-        names.sort(key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+        names.sort(key=lambda name: [int(number) for number in NUMBER.findall(name)])
         scales = {index: largest[name] for index, name in enumerate(names)}
         is_limited = role is Role.WEIGHT or _AFTER_NORM.search(names[0]) is not None
         factor = _MOST_FACTOR if is_limited else _MOST_INPUT_FACTOR
         for index, text in find_outliers(scales, most_factor=factor).items():
             if not _is_balanced(names[index], ratios):
                 yield f"{shorten(names[index])} {text}", (names[index],)
+
+
+_MOST_SIZE_FACTOR, _FEWEST_ALIKE = 30.0, 4
+"""How far from the median the values of a matrix may be (3.9 times in SmolLM2-135M), and of how
+many matrices."""
+
+
+def suspect_sizes(sizes: Mapping[str, float]) -> Iterator[str]:
+    """Describe the matrices whose root mean square is far from that in the other layers."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in sizes:
+        kinds[NUMBER.sub("#", name)].append(name)
+    ratios = {
+        name: sizes[name] / median(sizes[each] for each in names)
+        for names in kinds.values()
+        for name in names
+        if len(names) >= _FEWEST_ALIKE
+    }
+    for name, ratio in ratios.items():
+        factor = max(ratio, 1 / ratio)
+        if factor > _MOST_SIZE_FACTOR and not _is_balanced(name, ratios):
+            than = f"{'larger' if ratio > 1 else 'smaller'} than in the other layers"
+            yield f"the values of {shorten(name)} are {factor:,.0f} times {than}: a wrong scale"
 
 
 def _is_balanced(name: str, ratios: Mapping[str, float]) -> bool:

@@ -1,34 +1,29 @@
 """Find scales that are wrong beside what their tensors reach: alone, or all together.
 
 What they reach is known from the statistics of a calibration, or estimated by the weights that make
-K and V. Whether weights are those of the calibrated model, `compare_weights` tells from all of
-their values.
+K and V.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.odd_scales import (
     UNCALIBRATED,
     WITHIN,
     Key,
-    list_scales,
     list_used,
     name_mistakes,
     suspect_odd_scales,
 )
 from fp8calib.engines.replay.verdicts import EngineReport, Slot
 from fp8calib.engines.status import Status
-from fp8calib.errors import shorten
-from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.geometry import KV_ROLES, Role, Site
 from fp8calib.numerics.formats import E4M3FN, MOST_CLIPPED, Fp8Format
 
@@ -316,29 +311,3 @@ def _list_odd(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict
         {slot: each for slot, each in reaches.items() if slot[1] is role} for role in KV_ROLES
     )
     return {slot: text for group in groups for slot, text in find_odd(used, group).items()}
-
-
-# --- weights and inputs ---------------------------------------------------------------------------
-
-
-def judge_weight_scales(
-    tensors: Mapping[str, TensorEntry], largest: Mapping[str, float], stats: RunStats
-) -> tuple[str, Collection[str]]:
-    """Describe a scale of an FP8 weight, or of its input, that is far from the statistics.
-
-    `largest` is the largest number of each scale. Given with the description, which is empty if
-    there is none, are the names of the weights that were calibrated; experts are not compared.
-    """
-    sites = {
-        linear.checkpoint_name: linear.module
-        for _, linear in stats.geometry.linears()
-        if linear.checkpoint_name is not None and not linear.num_experts
-    }
-    reaches: dict[tuple[Role, Fp8Format], dict[str, Reach]] = defaultdict(dict)
-    for role, scale, weight in list_scales(tensors, largest):
-        if (reach := measure_reach(stats, Site(sites.get(weight, ""), role))) is not None:
-            reaches[role, WEIGHT_FORMATS[tensors[weight].dtype]][scale] = reach
-    for (_, fmt), group in reaches.items():
-        for name, text in find_odd(largest, group, fmt).items():
-            return f"{shorten(name)} ({largest[name]:.4g}) {text}", sites.keys()
-    return "", sites.keys()

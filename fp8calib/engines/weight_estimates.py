@@ -22,6 +22,7 @@ _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
 _WITHIN = 3.0
 """The factor by which a group of these estimates may be off."""
+_SAMPLED_ROWS = 64
 _SHIFTED_NORMS = (
     *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
     *("qwen3_5_moe_text", "recurrent_gemma", "vaultgemma"),
@@ -45,13 +46,36 @@ def estimate_reaches(
     reaches: dict[Slot, Reach] = {}
     if geometry.model_type in _WEIGHTLESS_NORMS:
         return reaches
-    files = [TensorFile(folder.path / file) for file in folder.tensors]
-    with np.errstate(all="ignore"), Checkpoint(folder.path, files=files) as weights:
+    with np.errstate(all="ignore"), _open(folder) as weights:
         for (layer, attention), role in product(geometry.attentions(), KV_ROLES):
             estimated = _estimate(weights, odd_scales, geometry, attention, role)
             if estimated is not None:
                 reaches[layer.index, role] = estimated
     return reaches
+
+
+def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
+    """Measure the root mean square of rows in the middle of FP8 matrices, by their names.
+
+    Left out are experts, which may be dead, and what is zero or not finite, or has no scale.
+    """
+    sizes = {}
+    with np.errstate(all="ignore"), _open(folder) as weights:
+        for name, entry in weights.tensors.items():
+            if entry.dtype not in WEIGHT_FORMATS or ".experts." in name or len(entry.shape) != 2:
+                continue
+            first = max(0, (entry.shape[0] - _SAMPLED_ROWS) // 2)
+            last = min(entry.shape[0], first + _SAMPLED_ROWS)
+            values = _read(weights, name, rows=range(first, last))
+            if values is not None:
+                sizes[name] = float(np.sqrt(np.mean(np.square(values, dtype="f8"))))
+    return {name: size for name, size in sizes.items() if 0 < size < float("inf")}
+
+
+def _open(folder: ScaleFolder) -> Checkpoint:
+    return Checkpoint(
+        folder.path, files=[TensorFile(folder.path / name) for name in folder.tensors]
+    )
 
 
 def _estimate(
@@ -93,9 +117,13 @@ def _estimate(
 
 
 def _read(
-    weights: Checkpoint, name: str, odd_scales: Collection[str] = ()
+    weights: Checkpoint,
+    name: str,
+    odd_scales: Collection[str] = (),
+    *,
+    rows: range | None = None,
 ) -> NDArray[np.float32] | None:
-    """Read floats, or FP8 with its scale; None for any other, or an odd scale."""
+    """Read floats, or rows of FP8 with their scale; None for any other, or an odd scale."""
     entry = weights.tensors.get(name)
     if entry is None or entry.dtype in PLAIN_DTYPES:
         return None if entry is None else weights.read_floats(name)
@@ -106,14 +134,16 @@ def _read(
     scale = weights.read_floats(scales[0], of_scale=True)
     if scales[0] in odd_scales or not scale.size:
         return None
-    rows, columns = entry.shape
-    data = weights.read_array(name, 0, entry.size_bytes)
+    height, columns = entry.shape
+    rows = range(height) if rows is None else rows
+    data = weights.read_array(name, rows.start * columns, rows.stop * columns)
     scale = scale.reshape(scale.shape[0] if scale.ndim else 1, -1)
     # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
     chosen = np.ix_(
-        np.arange(rows) * scale.shape[0] // rows, np.arange(columns) * scale.shape[1] // columns
+        np.arange(rows.start, rows.stop) * scale.shape[0] // height,
+        np.arange(columns) * scale.shape[1] // columns,
     )
-    return decode_floats(data, entry.dtype).reshape(rows, columns) * scale[chosen]
+    return decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
 
 
 def _read_bias(weights: Checkpoint, name: str, length: int) -> NDArray[np.float32] | None:

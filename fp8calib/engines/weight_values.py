@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,9 +13,11 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
+from fp8calib.engines.odd_scales import suspect_sizes
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import LoadVerdict, Reports
 from fp8calib.engines.status import Status
+from fp8calib.engines.weight_estimates import measure_sizes
 from fp8calib.engines.weights.stored import NOT_FINITE_FIX, describe_bad
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import is_linear_scale
@@ -43,8 +46,9 @@ def amend_for_values(reports: Reports, folder: ScaleFolder, progress: Progress) 
         ModelError: a file cannot be read.
     """
     faults: list[str] = []  # NaN, infinity; scales that turn weights into NaN or zeros
-    suspicious: list[str] = []  # FP8 with too much of its largest code
+    suspicious: list[str] = []  # FP8 with too much of its largest code, or unlike other layers
     empty: list[str] = []
+    notes: list[str] = []  # rows of zeros, as embeddings of unused tokens have
     total = sum(entry.size_bytes for held in folder.tensors.values() for entry in held.values())
     progress.stage("reading values", total, unit="bytes")
     for file in folder.tensors:
@@ -54,17 +58,21 @@ def amend_for_values(reports: Reports, folder: ScaleFolder, progress: Progress) 
                 if dtype is None or not dtype.is_floating_point or not entry.size_bytes:
                     progress.advance(entry.size_bytes)
                     continue
-                fault, is_empty, share = _examine(opened, name, entry, progress)
+                fault, zero_rows, share = _examine(opened, name, entry, progress)
                 if fault:
                     faults.append(fault)
                 if share > _MAX_SHARE:
                     why = "it was quantized with a scale that is too small"
                     suspicious.append(f"{share:.0%} of {shorten(name)} has the largest code: {why}")
-                # `_list_scale_faults` judges the zeros of scales beside the codes
-                if is_empty and not is_linear_scale(name):
+                if is_linear_scale(name):
+                    continue  # `_list_scale_faults` judges its zeros beside the codes
+                if zero_rows and zero_rows == math.prod(entry.shape[:-1]):
                     empty.append(f"{shorten(name)}: all of it is zeros")
+                elif zero_rows:
+                    notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
     faults += _list_scale_faults(folder)
-    wrong, odd, zeros = map(_join, (faults, suspicious, empty))
+    suspicious += suspect_sizes(measure_sizes(folder))
+    wrong, odd, zeros = map(_join, (faults, suspicious, [*empty, *notes]))
     amended = {}
     for key, each in reports.items():
         is_told = each.weights is not None  # of another fault
@@ -84,20 +92,24 @@ def _join(texts: Sequence[str]) -> list[str]:
 
 def _examine(
     file: TensorFile, name: str, entry: TensorEntry, progress: Progress
-) -> tuple[str, bool, float]:
-    """Describe the NaN and infinities of a tensor, and tell whether it is a matrix of zeros.
+) -> tuple[str, int, float]:
+    """Describe the NaN and infinities of a tensor, and count the rows of zeros of a matrix.
 
     The last number is the share of codes of 448 in a matrix of e4m3fn; 0 if the code of 416 is
     nearly as frequent (nothing is clipped) or absent (the matrix is ternary).
     """
     dtype = TORCH_DTYPES[entry.dtype]
     itemsize = dtype.itemsize
+    row_bytes = entry.shape[-1] * itemsize if entry.shape else itemsize
+    step = max(1, _AT_ONCE_BYTES // row_bytes) * row_bytes
     num_wrong, first_wrong = 0, -1
-    num_448, num_416 = 0, 0
+    num_zero_rows, num_448, num_416 = 0, 0, 0
     is_matrix = len(entry.shape) > 1
-    is_empty = is_matrix
-    for start in range(0, entry.size_bytes, _AT_ONCE_BYTES):
-        data = file.read_bytes(name, start, min(start + _AT_ONCE_BYTES, entry.size_bytes)).numpy()
+    # Rows are compared with zero in words of several values; -0.0 counts as zero.
+    word = np.dtype("u8" if row_bytes % 8 == 0 else f"u{itemsize}")
+    signs = torch.full((8 // itemsize,), -0.0).to(dtype).view(torch.uint8).numpy().view(word)[0]
+    for start in range(0, entry.size_bytes, step):
+        data = file.read_bytes(name, start, min(start + step, entry.size_bytes)).numpy()
         wrong = np.flatnonzero(_mark_not_finite(data, dtype))
         if len(wrong) and not num_wrong:
             first_wrong = start // itemsize + int(wrong[0])
@@ -106,17 +118,19 @@ def _examine(
             magnitudes = data & _MAGNITUDE
             num_448 += int(np.count_nonzero(magnitudes == _CODE_448))
             num_416 += int(np.count_nonzero(magnitudes == _CODE_416))
-        if is_empty:  # -0.0 is zero: the sign is shifted out
-            is_empty = not (data.view(f"u{itemsize}") << 1).any()
+        if is_matrix:
+            words = data.view(word).reshape(len(data) // row_bytes, -1)
+            rows = np.bitwise_or.reduce(words, axis=1)
+            num_zero_rows += int(np.count_nonzero((rows & ~signs) == 0))
         progress.advance(len(data))
     is_clipped = 0 < _MAX_RATIO * num_416 < num_448
     share = num_448 / entry.size_bytes if is_clipped else 0.0
     if not num_wrong:
-        return "", is_empty, share
+        return "", num_zero_rows, share
     code = file.read_bytes(name, first_wrong * itemsize, (first_wrong + 1) * itemsize)
     what = "NaN" if code.view(dtype).float().isnan() else "infinity"
     counted = f"{num_wrong:,} of its {entry.size_bytes // itemsize:,} values are not finite"
-    return _describe(name, entry, first_wrong, what, counted), is_empty, share
+    return _describe(name, entry, first_wrong, what, counted), num_zero_rows, share
 
 
 def _describe(name: str, entry: TensorEntry, first: int, what: str, counted: str) -> str:

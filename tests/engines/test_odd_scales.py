@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -248,14 +247,14 @@ def _double_one(scale: torch.Tensor) -> torch.Tensor:
 
 
 PLACES = {
-    "rows in another order": ("fp8-dynamic", _turn),
-    "one row": ("fp8-dynamic", _double_one),
-    "blocks in another order": ("fp8-block", _turn),
-    "one block": ("fp8-block", lambda x: _double_one(x) / 4),
-    "a number": ("fp8-static", lambda x: x * 2),
-    "a smaller one": ("fp8-static", lambda x: x / 3),
+    "rows in another order": ("fp8-dynamic", _turn, "rows have those of other rows"),
+    "one row": ("fp8-dynamic", _double_one, "those of 1 of 32 rows are 2 times off"),
+    "blocks in another order": ("fp8-block", _turn, "blocks have those of other blocks"),
+    "one block": ("fp8-block", lambda x: _double_one(x) / 4, "of 2 blocks are 4 times off"),
+    "a number": ("fp8-static", lambda x: x * 2, "it is 2 times too large for its largest value"),
+    "a smaller one": ("fp8-static", lambda x: x / 3, "it is 3 times too small for its"),
 }
-"""The scheme, and what is done to the scales of one linear."""
+"""The scheme, what is done to the scales of one linear, and what statistics tell."""
 
 
 @pytest.mark.parametrize("what", PLACES)
@@ -263,7 +262,7 @@ def test_scales_of_a_right_form_that_are_not_those_of_the_weight(
     rows: Path, tmp_path: Path, what: str
 ) -> None:
     """Codes alone do not tell: whatever the scales, they are those of some model."""
-    scheme, edit = PLACES[what]
+    scheme, edit, text = PLACES[what]
     sizes = {"hidden_size": 256, "intermediate_size": 256} if scheme == "fp8-block" else {}
     zoo.save("llama", tmp_path / "m", **sizes)
     change(  # the blocks of a random weight are alike
@@ -272,15 +271,25 @@ def test_scales_of_a_right_form_that_are_not_those_of_the_weight(
     )
     stats = measure(tmp_path / "m", rows)
     fp8calib.quantize(tmp_path / "m", scheme, tmp_path / "q", stats=stats)
-    asked: dict[str, Any] = {"engine": "vllm", "stats": stats, "read_weights": True}
-    assert fp8calib.check(tmp_path / "q", **asked).ok
+    assert fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).ok
 
-    odd = "model.layers.1.mlp.down_proj.weight"
-    change(tmp_path / "q", lambda name, x: edit(x) if name.startswith(f"{odd}_scale") else x)
+    odd = "model.layers.1.mlp.down_proj.weight_scale"
+    change(tmp_path / "q", lambda name, x: edit(x) if name.startswith(odd) else x)
 
-    (text,) = fp8calib.check(tmp_path / "q", **asked).engines["vllm"].suspicious
-    assert text.startswith("weights: not those that were calibrated, or with other scales: ")
-    assert f"its {odd} differs by " in text
+    verdict = fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).engines["vllm"].weights
+    assert verdict is not None
+    assert verdict.why.startswith("the scales of model.layers.1.mlp.down_proj.weight: ")
+    assert text in verdict.why
+    assert fp8calib.check(tmp_path / "q", engine="vllm").engines["vllm"].weights is None
+
+
+def test_scales_of_another_rule_are_not_judged_by_their_places(
+    llama: Path, stats: fp8calib.CalibrationStats, tmp_path: Path
+) -> None:
+    """Methods that change weights give scales that no row of the model has."""
+    fp8calib.quantize(llama, "fp8-dynamic", tmp_path / "q", stats=stats)
+    change(tmp_path / "q", lambda name, x: x * 2 if name.endswith("down_proj.weight_scale") else x)
+    assert fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).ok
 
 
 def test_export_looks_at_the_input_scales_beside_the_scales_it_replaces(

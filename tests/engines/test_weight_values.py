@@ -1,4 +1,4 @@
-"""`check --read-weights`: NaN, infinity and zeros, in every dtype of floats."""
+"""`check --read-weights`: NaN, infinity and rows of zeros, in every dtype of floats."""
 
 from pathlib import Path
 
@@ -79,25 +79,27 @@ def test_every_code_is_judged_as_ml_dtypes_reads_it(
     assert found == f"{NAME} holds {what} at {place}: {told}"
 
 
-def test_a_nan_fails_and_a_matrix_of_zeros_is_told(llama: Path) -> None:
+def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
     path = llama / "model.safetensors"
     assert read(llama) == EngineReport(layers=())
     out = succeed("check", llama, "--read-weights").out
     assert "--read-weights" not in out
     assert "--read-weights" in succeed("check", llama).out
     tensors = load_file(path)
+    tensors[NAME][3:5] = 0
     tensors["model.embed_tokens.weight"][7, 2] = float("inf")
     save_file(tensors, path, metadata={"format": "pt"})
     outcome = run("check", llama, "--read-weights")
     found = outcome.out
     assert outcome.code == 8
     assert "weights bad: model.embed_tokens.weight holds infinity at [7, 2]: 1 of its" in found
+    assert f"note: {NAME}: 2 of its rows are zeros" in found
     succeed("check", llama)
     empty = "model.layers.1.mlp.gate_proj.weight"
     tensors[empty].zero_()
     save_file(tensors, path, metadata={"format": "pt"})
     found = run("check", llama, "--read-weights").out
-    assert f"note: {empty}: all of it is zeros" in found
+    assert f"note: {empty}: all of it is zeros; {NAME}: 2 of its rows are zeros" in found
 
 
 def test_a_norm_that_is_not_finite_is_bad_without_reading_weights(tmp_path: Path) -> None:
@@ -191,11 +193,46 @@ def test_scales_that_lose_integers_and_fp4_are_faults(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
-def test_a_matrix_of_negative_zeros_is_one_of_zeros(
-    llama: Path, tmp_path: Path, dtype: torch.dtype
+@pytest.mark.parametrize("columns", [12, 16])
+def test_a_row_of_negative_zeros_is_one_of_zeros(
+    llama: Path, tmp_path: Path, dtype: torch.dtype, columns: int
 ) -> None:
-    tensor = torch.full((4, 13), -0.0).to(dtype)
-    found = read(store(llama, tmp_path / "model", tensor))
-    assert found.problems == (f"{NAME}: all of it is zeros",)
+    tensor = torch.ones(4, columns + (dtype is torch.bfloat16)).to(dtype)
+    tensor[1] = torch.tensor(-0.0).to(dtype)
+    tensor[2, 1:] = torch.tensor(-0.0).to(dtype)
     tensor[2, 0] = -1
-    assert read(store(llama, tmp_path / "other", tensor)).problems == ()
+    found = read(store(llama, tmp_path / "model", tensor))
+    assert found.problems == (f"{NAME}: 1 of its rows are zeros",)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (70, 1), (3, 4)])
+@pytest.mark.parametrize(
+    ("factors", "is_told"),
+    [
+        ({}, False),
+        ({"v": 20}, False),
+        ({"v": 50}, True),
+        ({"v": 1 / 50}, True),
+        ({"v": 50, "o": 1 / 50}, False),
+    ],
+)
+def test_a_matrix_far_from_those_of_the_other_layers_is_told(
+    llama: Path,
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    factors: dict[str, float],
+    is_told: bool,
+) -> None:
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in range(5):
+        for role in ("v", "o"):
+            name = f"model.layers.{layer}.self_attn.{role}_proj.weight"
+            factor = factors.get(role, 1) if layer == 2 else 1
+            tensors[name] = (torch.randn(70, 100) * 90).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = torch.full(shape, 0.01 * factor)
+    found = read(store_all(llama, tmp_path / "model", tensors)).suspicious
+    text = "the values of model.layers.2.self_attn.v_proj.weight are "
+    assert [each.startswith(text) for each in found] == [True] * is_told
+    first = {name: each for name, each in tensors.items() if int(name.split(".")[2]) < 3}
+    assert read(store_all(llama, tmp_path / "three layers", first)).suspicious == ()

@@ -183,15 +183,37 @@ class OpenedWeights:
         unmeasured = self.tensors
         if stats is not None:
             # few checks have some
-            from fp8calib.engines.scale_mistakes import judge_weight_scales  # noqa: PLC0415
+            from fp8calib.engines.weight_mistakes import (  # noqa: PLC0415
+                judge_scale_places,
+                judge_weight_scales,
+                map_measured,
+            )
 
-            why, measured = judge_weight_scales(self.tensors, largest, stats)
+            measured = map_measured(stats)
             unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
-            if why:
+            why = judge_weight_scales(self.tensors, largest, stats)
+            if why := why or judge_scale_places(self._read_places(), stats):
                 self.unlike_stats = Finding(status=Status.BAD, why=why, fix=_SCALES_FIX)
         for text, odd in suspect_weight_scales(unmeasured, largest):
             self.suspicious.append(text)
             self.odd_scales.update(odd)
+
+    def _read_places(self) -> dict[str, tuple[NDArray[np.float32], tuple[int, int]]]:
+        """Read what scales of weights stand for, and the sizes of blocks; MXFP8's are rounded."""
+        weights: dict[str, str] = {}
+        by_file: dict[str, list[str]] = defaultdict(list)
+        _, _, largest = self.values
+        for module in (each for each, scheme in self.schemes.items() if not scheme.is_mx):
+            for name in name_companions(f"{module}.{WEIGHT}").scales:
+                if name in largest:
+                    weights[name] = f"{module}.{WEIGHT}"
+                    by_file[self.located[name][0]].append(name)
+        found = {}
+        for name, values in _read_tensors(self.folder, by_file):
+            most = WEIGHT_FORMATS[self.tensors[weights[name]].dtype].max
+            scheme = self.schemes[weights[name].removesuffix(f".{WEIGHT}")]
+            found[weights[name]] = (values * most, scheme.block)
+        return found
 
 
 def is_equal(folder: ScaleFolder, first: tuple[str, str], second: tuple[str, str]) -> bool:
