@@ -30,6 +30,7 @@ from fp8calib.numerics.schemes import SCHEMES, Granularity
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
+from tests.cli.quantized_children import calibrate_base
 from tests.formats.foreign import FOLDER, find_geometry
 from tests.quantization.by_hand import codes_of, encode, scale_for, to_numpy
 
@@ -210,14 +211,13 @@ def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
         assert shown.returncode == 0, shown.stderr
         return shown.stdout.split("\0")
 
-    model, out = FOLDER / "llama", tmp_path / "out"
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}])
-    calibrate = ("calibrate", model, "--data", rows, "--dtype", "float32", "--out", out)
-    extract = ("extract-kv-scales", "--model", model, "--quantized-model", out / "acme.safetensors")
+    model, acme = FOLDER / "llama", tmp_path / "acme"
+    stats = calibrate_base(tmp_path) / "stats.safetensors"
+    extract = ("extract-kv-scales", "--model", model, "--quantized-model", acme)
     export, check, _, extracted, judged, _ = run_programs(
         ("export", "--help"),
         ("check", "--help"),
-        (*calibrate, "--format", "kv-scales", "acme"),
+        ("export", stats, "--format", "acme", "--out", acme),
         (*extract, "--save-path", tmp_path / "back", "--format", "kv-overlay", "--json"),
         ("check", tmp_path / "back", "--engine", "quill", "--json"),
     )
@@ -225,7 +225,7 @@ def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
     assert "transformers,lightllm,quill;defaultvllm,sglang." in "".join(check.split())
     assert json.loads(extracted)["dialect"] == "acme"
     checked = json.loads(judged)
-    expected = {float(scale) for scale in load_file(out / "acme.safetensors").values()}
+    expected = {float(scale) for scale in load_file(acme / "acme.safetensors").values()}
     layers = checked["engines"]["quill"]["layers"]
     assert {row[role]["value"] for row in layers for role in "kv"} == expected
 

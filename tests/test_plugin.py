@@ -13,7 +13,6 @@ import pytest
 from fp8calib import plugin
 from fp8calib.commands import spell_commands
 from fp8calib.plugin import find_plugins
-from tests.cli.conftest import write_rows
 from tests.cli.program import run
 from tests.formats.foreign import FOLDER
 
@@ -118,18 +117,10 @@ def test_a_copy_without_plug_ins_works(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "fp8calib" / "plugins")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
 
-    model = FOLDER / "llama"
-    data = ("--data", write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}]))
-    exact, out = ("--dtype", "float32"), tmp_path / "out"
-    commands: list[list[object]] = [
-        ["--help"],
-        ["calibrate", model, *data, *exact, "--out", out, "--format", "kv-overlay"],
-        ["verify", model, *data, *exact, "--scales", out / "kv-overlay"],
-        ["quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8"],
-    ]
-    texts = [[str(word) for word in command] for command in commands]
+    model, out = str(FOLDER / "llama"), str(tmp_path / "fp8")
+    commands = [["--help"], ["quantize", model, "--scheme", "fp8-dynamic", "--out", out]]
     code = (
-        f"{HIDE}\nfrom fp8calib.cli import main\nfor command in {texts}:\n"
+        f"{HIDE}\nfrom fp8calib.cli import main\nfor command in {commands}:\n"
         "    try:\n        main(command)\n"
         "    except SystemExit as left:\n        assert not left.code, command\n"
         "from fp8calib.engines.registry import ENGINES\nprint('engines:', *ENGINES)"

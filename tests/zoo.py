@@ -10,6 +10,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from tests.architectures import families
+from tests.kit.minutes import in_minutes
 
 NEEDS_5_23 = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"),
@@ -18,6 +19,12 @@ NEEDS_5_23 = pytest.mark.skipif(
 
 ZOO: dict[str, dict[str, Any]] = families.KNOWN["zoo"]
 CONFIGS = ZOO | families.FAMILIES
+LIKE_OTHERS = {"gemma3_text", "mistral", "qwen2", "qwen3", "qwen3_moe", "starcoder2"}
+"""Families of the zoo that have no layer, cache or layout on disk that no other has."""
+KINDS = [*sorted(ZOO.keys() - LIKE_OTHERS), *in_minutes(*sorted(LIKE_OTHERS))]
+"""The families of the zoo as parameters of a test."""
+MIXED = ("gemma4_text", "granitemoehybrid", "qwen3_5_text")
+"""Mixers without K and V, shared K and V, and tensors at odd places in their file."""
 
 
 def build(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

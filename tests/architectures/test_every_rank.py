@@ -73,7 +73,7 @@ class Case:
         return self.read(self.family.disk.format(layer=layer, expert=expert, name=stored_as))
 
 
-@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+@pytest.fixture(scope="module", params=zoo.KINDS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("ranks") / request.param
     zoo.save(request.param, folder)

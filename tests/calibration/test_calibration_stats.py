@@ -221,7 +221,8 @@ def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
 # --- shards of a calibration: together they are the whole, byte for byte, whatever the order -----
 
 
-FAMILIES = ("mixtral", "gemma3n_text", "qwen3_next", "gpt2")
+CASES = [("mixtral", False), ("gpt2", False), ("gemma3n_text", True), ("qwen3_next", True)]
+"""Families, and whether they are run layer by layer."""
 
 
 def test_more_shards_than_batches_are_refused(tmp_path: Path) -> None:
@@ -230,8 +231,7 @@ def test_more_shards_than_batches_are_refused(tmp_path: Path) -> None:
         subject.calibrate(WorkShare(shard=Share(index=1, count=8)))
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "streamed"), CASES)
 def test_shards_merge_to_the_whole_in_any_order(
     family: str, streamed: bool, tmp_path: Path
 ) -> None:

@@ -1,19 +1,18 @@
-"""A hint that names an option or a command is followed to the letter, and leads to an answer.
+"""A hint that names an option or a command is followed, and leads to an answer.
 
 `hints_followed.txt` has a block for each: a command, the hint that it prints as its error (>) or
-beside an answer (~), and what a reader puts in, as `--option = value` or `WORD = value`. Nothing
-after = leaves an alternative out. `{name}` is a place of `places.MAKERS`, `{out}` and `{new}` are
-free. `hints_not_run.txt` has the others, under the reason why they are not followed.
+beside an answer (~), and what a reader types then (=; + after another command). `{name}` is a place
+of `places.MAKERS`, `{out}` and `{new}` are free. `hints_not_run.txt` has the others, under the
+reason why they are not followed.
 """
 
 import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -22,7 +21,7 @@ from tests.cli.conftest import QUICK
 from tests.cli.places import Places
 from tests.cli.program import run, succeed
 from tests.cli.test_remote_code import carried
-from tests.kit.hints import COMMANDS, MODULES, PACKAGE, follow, list_hints, read_hint
+from tests.kit.hints import COMMANDS, FLAG, MODULES, PACKAGE, list_hints
 from tests.test_hints import OTHERS
 
 JUDGED = (8, 9)
@@ -31,22 +30,19 @@ _SIZE = re.compile(r"(?<=--memory )[\d.]+")
 """That of a process, which no two machines agree on."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A block of the table."""
 
     command: str
     hint: str
-    is_refused: bool
-    fill: Mapping[str, str]
+    typed: list[str]
 
 
 def read_blocks() -> Iterator[Block]:
     text = Path(__file__).with_name("hints_followed.txt").read_text()
     for block in text.strip().split("\n\n"):
-        command, hint, *filled = block.splitlines()
-        fill = dict(re.split(" = ?", line, maxsplit=1) for line in filled)
-        yield Block(command, hint[2:], is_refused=hint.startswith("> "), fill=fill)
+        command, hint, *typed = block.splitlines()
+        yield Block(command, hint, typed)
 
 
 BLOCKS = list(read_blocks())
@@ -58,40 +54,45 @@ def clear(places: Places) -> None:
         shutil.rmtree(places[name], ignore_errors=True)
 
 
+def find_values(words: Sequence[str], flag: str) -> list[Sequence[str]]:
+    """List the words after each occurrence of an option."""
+    return [words[place + 1 : place + 2] for place, word in enumerate(words) if word == flag]
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.command)
 def test_a_hint_leads_to_an_answer(block: Block, places: Places, request: Any) -> None:
     if "{carried}" in block.command:
         places = places.beside({"carried": request.getfixturevalue(carried.__name__)})
     words = places.fill(block.command).split()
-    hint = places.fill(block.hint)
-    if block.is_refused:
-        outcome = run(*words, "--json")
-        printed = outcome.json["error"]["hint"]
+    hint = places.fill(block.hint[2:])
+    if block.hint.startswith("> "):
+        printed = run(*words, "--json").json["error"]["hint"]
         assert _SIZE.sub("", printed) == _SIZE.sub("", hint)
-        hint = printed
     else:
         outcome = run(*words)
         assert hint in outcome.out + outcome.err
         clear(places)
-    fill = {"MODEL": "{model}", "DIR": "{new}", **block.fill}
-    fill = {name: places.fill(text) for name, text in fill.items() if text}
-    left_out = block.fill.keys() - fill.keys()
-    alternatives = [
-        steps for steps in read_hint(hint) if left_out.isdisjoint(step.text for step in steps)
-    ]
-    assert alternatives
-    for steps in alternatives:
-        for followed in follow(words, steps, fill):
-            answer = run(*followed)
-            assert answer.code in {0, *JUDGED}, f"{shlex.join(followed)}: {answer.err}"
-            assert "error: " not in answer.err or answer.code in JUDGED
-        clear(places)
+    typed: list[list[str]] = []
+    for line in block.typed:
+        if typed and line.startswith("= "):
+            clear(places)
+        typed.append(places.fill(line[2:]).split())
+        answer = run(*typed[-1])
+        assert answer.code in {0, *JUDGED}, f"{line}: {answer.err}"
+        assert "error: " not in answer.err or answer.code in JUDGED
+    clear(places)
+    other = [each for each in typed if each[0] != words[0]]
+    for flag in FLAG.findall(hint):
+        is_changed = [find_values(each, flag) != find_values(words, flag) for each in typed]
+        assert any(is_changed) or any(flag in each for each in other), flag
+    for command in re.findall(r"`fp8calib ([a-z-]+)", hint):
+        assert any(each[0] == command for each in typed), command
 
 
 def test_every_hint_is_followed_or_cannot_be() -> None:
     lines = Path(__file__).with_name("hints_not_run.txt").read_text().splitlines()
     known = [line for line in lines if line and not line.startswith("# ")]
-    shown = [block.hint for block in BLOCKS]
+    shown = [block.hint[2:] for block in BLOCKS]
     met, open_ones = set(), []
     for path in MODULES:
         folder = str(path.relative_to(PACKAGE))

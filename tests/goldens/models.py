@@ -36,6 +36,14 @@ KINDS = {
     "lfm2_moe": "convolutions",
 }
 """The families that go through every scheme, format and `verify`, each for a kind."""
+OF_THEIR_OWN = frozenset(
+    (
+        *("biogpt", "cohere", "falcon_h1", "gemma4_text", "glm4_moe_lite", "gpt_neox", "gptj"),
+        *("granitemoehybrid", "jamba", "kimi_linear", "llama4_text", "mpt", "nemotron_h", "olmoe"),
+        *("persimmon", "phimoe", "qwen3_5_moe_text", "recurrent_gemma", "stablelm", "xglm"),
+    )
+)
+"""Families with layers, names or layouts that no kind has; all others are recorded in minutes."""
 
 
 def fill(model: nn.Module) -> None:

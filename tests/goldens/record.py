@@ -18,7 +18,7 @@ import fp8calib
 from tests.cli.program import Outcome, run
 from tests.doors import replace_amax
 from tests.goldens import drawn, foreign
-from tests.goldens.models import EVERY_FAMILY, KINDS, make_amax, save, write_text
+from tests.goldens.models import EVERY_FAMILY, KINDS, OF_THEIR_OWN, make_amax, save, write_text
 from tests.kit.minutes import in_minutes
 
 Entry = tuple[str, str, str]
@@ -39,9 +39,11 @@ QUICK = ("--samples", 9, "--seq-len", 20, "--dtype", "float32", "--device", "cpu
 
 
 def list_cases() -> list[Any]:
-    """List all cases: families, then groups of drawn checkpoints, most of them in minutes."""
+    """List all cases: families, then groups of drawn checkpoints, most of both in minutes."""
+    families = sorted(KINDS.keys() | OF_THEIR_OWN)
+    others = sorted(set(EVERY_FAMILY) - set(families))
     groups = [f"drawn-{group}" for group in range(drawn.NUM_GROUPS)]
-    return [*EVERY_FAMILY, *groups[:2], *in_minutes(*groups[2:]), "foreign"]
+    return [*families, groups[0], *in_minutes(*others, *groups[1:]), "foreign"]
 
 
 def record(case: str, place: Path) -> list[Entry]:

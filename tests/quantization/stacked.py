@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.architectures.families import FAMILIES, SIZES
+from tests.kit.minutes import in_minutes
 from tests.zoo import ZOO
 
 _FINE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -117,6 +118,10 @@ STACKED: dict[str, Family] = {
         )
     },
 }
+
+FEW = {"aria_text", "deepseek_v3", "gemma4_text", "granitemoe", "llama4", "qwen3_vl_moe"}
+EVERY = [*sorted(FEW), *in_minutes(*sorted(STACKED.keys() - FEW))]
+"""As parameters of a test: one of each layout, and the others."""
 
 
 def find_experts(model: Any) -> dict[str, Any]:

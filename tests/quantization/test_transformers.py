@@ -18,9 +18,8 @@ from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.quantization.select import find_selection
 from tests import zoo
 from tests.doors import make_plan, run_calibration
-from tests.kit.minutes import in_minutes
 from tests.quantization.by_hand import run
-from tests.quantization.stacked import STACKED
+from tests.quantization.stacked import EVERY, STACKED
 from tests.verification.by_hand import (
     PLAIN,
     Subject,
@@ -111,10 +110,7 @@ def test_logits_are_those_the_emulation_predicts(
     assert not torch.allclose(found, compute_logits(subject.model), rtol=1e-3, atol=1e-3)
 
 
-FEW = {"llama4", "gemma4_text", "granitemoe", "deepseek_v3"}
-
-
-@pytest.mark.parametrize("family", [*sorted(FEW), *in_minutes(*sorted(STACKED.keys() - FEW))])
+@pytest.mark.parametrize("family", EVERY)
 def test_check_says_whether_transformers_loads_experts_apart(family: str, tmp_path: Path) -> None:
     """Otherwise it reports every stack missing."""
     kind = STACKED[family]

@@ -8,7 +8,7 @@ from tests import zoo
 from tests.verification.by_hand import Subject, opened
 
 
-@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+@pytest.fixture(scope="module", params=zoo.KINDS)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:

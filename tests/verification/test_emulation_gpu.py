@@ -98,7 +98,7 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
     zoo.save("llama", tmp_path / "model")
     waits = []
     with gpu():
-        for num_rows in (4, 4, 12):
+        for num_rows in (2, 2, 6):
             text = list(batches(rows_of([20, second] * (num_rows // 2)), 2))
             options: Any = {"copies_ahead": True, "hidden_gpu_bytes": 1 << 22} if streamed else {}
             with opened(tmp_path / "model", streamed=streamed, device="cuda", **options) as subject:
@@ -130,7 +130,7 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                     score(run, candidates, text, hooks, progress=SILENT)
                 assert len(hooks.found) == 2 * len(made["kv"])
             waits.append(counter.work.waits)
-    assert waits[2] - waits[1] == own * (12 - 4) // 2 * (1 + len(candidates))
+    assert waits[2] - waits[1] == own * (6 - 2) // 2 * (1 + len(candidates))
 
 
 @pytest.mark.parametrize("family", ["mixtral", *in_minutes("llama")])

@@ -28,7 +28,7 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.doors import make_plan as plan_data
 from tests.doors import run_calibration
-from tests.kit.minutes import in_minutes
+from tests.kit.minutes import in_minutes, takes_minutes
 from tests.quantization.by_hand import run
 from tests.verification.by_hand import (
     Subject,
@@ -71,7 +71,7 @@ def multiply(written: Tensors, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "family",
     [
-        *sorted(zoo.ZOO),
+        *zoo.KINDS,
         "deepseek_v32",
         *in_minutes(*sorted(MODELS.keys() - zoo.ZOO.keys() - {"deepseek_v32"})),
     ],
@@ -109,7 +109,7 @@ _BLOCKS = {**_SIZES, "head_dim": 32}
         ("qwen3_next", "fp8-block", {}, "float32"),
         ("llama", "mxfp8", _SIZES, "bfloat16"),
         ("llama4_text", "fp8-block", _SIZES, "bfloat16"),
-        ("llama", "mxfp8-a16", _BLOCKS, "float32"),
+        pytest.param("llama", "mxfp8-a16", _BLOCKS, "float32", marks=takes_minutes),
         ("mixtral", "mxfp8", _BLOCKS, "float32"),  # experts stored apart; below in stacks
         ("llama4_text", "mxfp8", {**_BLOCKS, "intermediate_size_mlp": 96}, "float32"),
     ],

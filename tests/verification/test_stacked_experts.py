@@ -12,7 +12,7 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.load import load_model, open_source
 from fp8calib.numerics.schemes import SCHEMES
 from tests.quantization.by_hand import run
-from tests.quantization.stacked import STACKED, find_experts
+from tests.quantization.stacked import EVERY, STACKED, find_experts
 from tests.verification.by_hand import (
     emulate_checkpoint,
     emulate_scheme,
@@ -41,7 +41,7 @@ def join_by_hand(stored: Tensors, found: Tensors, number: int, path: str) -> Non
             assert torch.equal(found[f"{path}.{name}"][expert], own)
 
 
-@pytest.mark.parametrize("name", sorted(STACKED))
+@pytest.mark.parametrize("name", EVERY)
 def test_experts_in_memory_are_those_on_disk_and_those_of_the_scheme(
     name: str, tmp_path: Path
 ) -> None:

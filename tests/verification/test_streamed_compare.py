@@ -30,15 +30,12 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.score import Scores, score
 from tests import zoo
-from tests.calibration.test_plan import MODELS
 from tests.doors import make_plan, run_calibration
 from tests.kit.minutes import in_minutes
 from tests.verification.by_hand import Subject, emulate_scheme
 from tests.zoo import draw
 
 VLLM = find_emulated("vllm")[1]
-FURTHER = [f"further-{name}" for name in ("gemma4_text", "granitemoehybrid", "qwen3_5_text")]
-"""Mixers without K and V, shared K and V, and tensors at odd places in their file."""
 LENGTHS = [7, 20, 13, 3, 9]
 
 
@@ -132,11 +129,11 @@ DIFFERENT = {"llama", "gpt_oss", "deepseek_v3", "gemma3n_text", "qwen3_next", "o
 
 
 @pytest.mark.parametrize(
-    "name", [*sorted(DIFFERENT), *FURTHER, *in_minutes(*sorted(zoo.ZOO.keys() - DIFFERENT))]
+    "name", [*sorted(DIFFERENT), *zoo.MIXED, *in_minutes(*sorted(zoo.ZOO.keys() - DIFFERENT))]
 )
 def test_every_architecture_gives_the_same_scores(name: str, tmp_path: Path) -> None:
     """Rows of several lengths, padded inside batches; hidden states wait in a file."""
-    MODELS[name](tmp_path / "model")
+    zoo.save(name, tmp_path / "model")
     plan = make_plan(draw(LENGTHS, seed=9), packed=False)
     whole, seen = compare(tmp_path / "model", plan, streamed=False)
     streamed, looked = compare(tmp_path / "model", plan, streamed=True)
@@ -150,7 +147,7 @@ def test_every_architecture_gives_the_same_scores(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_bfloat16_is_cast_before_experts_are_joined(name: str, tmp_path: Path) -> None:
     """In the dtype of a fast processor, and with hidden states that stay in memory."""
-    MODELS[name](tmp_path / "model")
+    zoo.save(name, tmp_path / "model")
     plan = make_plan(draw([20] * 8, seed=9))
     options = {"dtype": torch.bfloat16, "ram_bytes": 2**30}
     whole, _ = compare(tmp_path / "model", plan, streamed=False, **options)  # type: ignore[arg-type]
@@ -158,14 +155,14 @@ def test_bfloat16_is_cast_before_experts_are_joined(name: str, tmp_path: Path) -
     require_same(whole, streamed)
 
 
-@pytest.mark.parametrize("name", ["further-gemma4_text", "llama", *in_minutes("gemma3n_text")])
+@pytest.mark.parametrize("name", ["gemma4_text", "llama", *in_minutes("gemma3n_text")])
 def test_candidates_begin_at_the_first_layer_that_they_change(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that changes one layer, one that changes nothing, and one that changes all."""
     plan = make_plan(draw(LENGTHS, seed=9), packed=False)
     folder = tmp_path / "model"
-    MODELS[name](folder)
+    zoo.save(name, folder)
 
     def cut(found: dict[str, Candidate]) -> dict[str, Candidate]:
         whole = found["static and kv"]
