@@ -29,22 +29,6 @@ KV_SCALES = {
 }
 Q_SCALES = {0: (0.5, 4.0, 1.0, 2.0), 1: (8.0, 1.0, 1.0, 1.0)}
 
-# amax / 448 of layer 0; layer 1 has twice as much.
-ROWS = {
-    "q_proj": (1, 2, 3, 4, 5, 6, 7, 8),
-    "k_proj": (1, 3, 2, 1),
-    "v_proj": (5, 1, 1, 6),
-    "gate_proj": (1, 1, 1, 1, 2, 2, 2, 9),
-    "up_proj": (7, 1, 1, 1, 1, 1, 1, 3),
-}
-COLUMNS = {"o_proj": (1, 1, 2, 2, 3, 3, 4, 4), "down_proj": (3, 1, 1, 1, 1, 1, 1, 5)}
-INPUTS = {
-    "q_proj": (1, 2, 3, 4, 3, 2, 1, 0.5),
-    "gate_proj": (0.5,) * 8,
-    "o_proj": (8, 7, 6, 5, 4, 3, 2, 1),
-    "down_proj": (1, 0.5, 0.25, 0.125, 2, 2, 4, 4),
-}
-
 
 def amax_of(scales: Sequence[float], factor: float = 1.0) -> torch.Tensor:
     """Return the magnitudes whose e4m3fn scales are `scales`."""
@@ -151,64 +135,6 @@ def latent_stats() -> RunStats:
 
 def _part(name: str, count: int, unit: int, first: int = 0) -> Part:
     return Part(name=name, count=count, unit=unit, first=first, per_group=count)
-
-
-_PARTS = {
-    "q_proj": (4, 2),
-    "k_proj": (2, 2),
-    "v_proj": (2, 2),
-    "o_proj": (8, 1),
-    "gate_proj": (8, 1),
-    "up_proj": (8, 1),
-    "down_proj": (8, 1),
-}
-_FIRST_OF = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-
-
-def _linear(index: int, name: str, parts: Sequence[str]) -> Linear:
-    is_attention = parts[0] in {"q_proj", "o_proj", "k_proj", "v_proj"}
-    root = f"model.layers.{index}.{'self_attn' if is_attention else 'mlp'}"
-    described, first = [], 0
-    for part in parts:
-        count, unit = _PARTS[part]
-        described.append(_part(part, count, unit, first))
-        first += count * unit
-    return Linear(
-        module=f"{root}.{name}",
-        section="attention" if is_attention else "mlp",
-        root=root,
-        in_features=8,
-        out_features=first,
-        shard="row" if parts[0] in COLUMNS else "column",
-        parts=tuple(described),
-        weight_name=f"{root}.{name}.weight",
-    )
-
-
-def _sites_of(index: int, linear: Linear) -> Sites:
-    names = [part.name for part in linear.parts]
-    inputs = INPUTS[_FIRST_OF.get(names[0], names[0])]
-    rows = [row for name in names for row in ROWS.get(name, (99,) * 8)]
-    columns = COLUMNS.get(names[0], (99,) * 8)
-    weight = SiteStats(count=0, amax=amax_of(rows, index + 1), amax_in=amax_of(columns, index + 1))
-    return {
-        Site(linear.module, Role.INPUT): SiteStats(count=8, amax=amax_of(inputs, index + 1)),
-        Site(linear.module, Role.WEIGHT): weight,
-    }
-
-
-def linear_stats(*, is_fused: bool = False, **changes: str) -> RunStats:
-    """Two layers with q/k/v/o and gate/up/down, or the same numbers in phi3's fused layout."""
-    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    split = {name: (name,) for name in _PARTS}
-    single = {name: (name,) for name in ("o_proj", "down_proj")}
-    names = {**fused, **single} if is_fused else split
-    linears = [[_linear(index, *item) for item in names.items()] for index in range(2)]
-    geometry = make_geometry([make_attention(0), make_attention(1)], linears, **changes)
-    sites = make_kv_sites(geometry)
-    for layer, linear in geometry.linears():
-        sites |= _sites_of(layer.index, linear)
-    return make_stats(geometry, sites)
 
 
 EXPERT_WEIGHTS = {

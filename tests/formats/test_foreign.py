@@ -97,21 +97,9 @@ def test_what_has_no_kv_scales_is_refused(name: str) -> None:
         read_scales(FOLDER / name, find_geometry(NO_KV_SCALES[name]))
 
 
-def _dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply out a scale per tensor, per row, per block, or the exponents of MXFP8, in fp32."""
-    rows, columns = codes.shape
-    factors = scale.float()
-    if scale.dtype is torch.uint8:
-        factors = torch.exp2(factors - 127).repeat_interleave(32, 1)
-    elif scale.numel() > 1 and scale.dim() == 2 and scale.shape[0] < rows:
-        factors = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
-    elif scale.dim() == 1 and scale.numel() > 1:
-        factors = factors.unsqueeze(1)
-    return codes.float() * factors
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_weights_read_are_codes_times_scales(name: str) -> None:
+def test_the_scheme_of_each_weight_is_read(name: str) -> None:
+    """Values are those of `cli/test_dequantize.py`."""
     method, kind, count = WEIGHTS[name]
     stored = load_tensors(name)
     quantized = {key for key, value in stored.items() if value.dtype == torch.float8_e4m3fn}
@@ -122,18 +110,7 @@ def test_the_weights_read_are_codes_times_scales(name: str) -> None:
     assert checkpoint.quantized == quantized
     assert len(quantized) == count
     for key in quantized:
-        expected = _dequantize(stored[key], stored[f"{key}_scale"])
-        assert torch.equal(checkpoint.read(key), expected), key
         scheme = checkpoint.scheme(key)
         assert scheme.inputs is kind
         if kind is InputScaling.STATIC:
             assert scheme.input_scale == float(stored[key.removesuffix("weight") + "input_scale"])
-
-
-def test_other_tensors_are_read_as_they_are() -> None:
-    stored = load_tensors("llmcompressor-fp8-static-kv")
-    checkpoint = Fp8Checkpoint.open(FOLDER / "llmcompressor-fp8-static-kv", fuse=False)
-    own = load_tensors("llama")
-    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
-        assert torch.equal(checkpoint.read(name), stored[name])
-        assert torch.equal(stored[name], own[name])
