@@ -16,7 +16,7 @@ from fp8calib.commands.saturation import compute_saturation
 from fp8calib.model.geometry import Role, Site
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, write_rows
-from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.cli.program import Outcome, fail, run, succeed
 from tests.formats.handmade import make_geometry, make_stats
 from tests.kit.checked import list_commands
 from tests.kit.checkpoints import change_config, change_tensors
@@ -105,28 +105,6 @@ def test_the_report_is_what_json_prints_and_lists_every_file(
 
 
 # --- the output folder -------------------------------------------------------------------------
-
-
-def test_a_folder_that_is_not_empty_is_refused_and_force_replaces_it(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    command = ("calibrate", model, "--data", data, *QUICK, "--out", out, "--format", "kv-scales")
-    succeed(*command)
-    before = snapshot(out)
-    assert "--force" in fail(2, *command)
-    assert snapshot(out) == before
-    fn = load_file(out / "kv_scales.safetensors")[K0]
-    succeed(*command, "--fp8-dtype", "e4m3fnuz", "--force")
-    after = snapshot(out)
-    assert after["stats.safetensors"] == before["stats.safetensors"]
-    fnuz = load_file(out / "kv_scales.safetensors")[K0]
-    torch.testing.assert_close(fnuz, fn * (448 / 240), rtol=1e-6, atol=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    (out / "thesis.tex").write_text("mine")
-    before = snapshot(out)
-    assert "thesis.tex" in fail(2, *command, "--force")
-    assert snapshot(out) == before
 
 
 # --- options -----------------------------------------------------------------------------------
