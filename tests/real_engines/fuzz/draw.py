@@ -6,14 +6,10 @@ from random import Random
 from typing import TypeVar
 
 from tests.real_engines.fuzz.architectures import ARCHITECTURES
-from tests.real_engines.fuzz.damage import Damage, read_config_damages
-from tests.real_engines.fuzz.folder_damages import FOLDER_DAMAGES
+from tests.real_engines.fuzz.damage import Damage, read_damages
 from tests.real_engines.fuzz.forms import FORMS
-from tests.real_engines.fuzz.kv_damages import KV_DAMAGES
-from tests.real_engines.fuzz.weight_damages import WEIGHT_DAMAGES
 
-_EVERY = (*KV_DAMAGES, *WEIGHT_DAMAGES, *FOLDER_DAMAGES, *read_config_damages())
-DAMAGES = {damage.name: damage for damage in _EVERY}
+DAMAGES = {damage.name: damage for damage in read_damages()}
 _UNDAMAGED_SHARE = 0.25
 _TWICE_SHARE = 0.1
 """Of the damaged checkpoints, how many have a second damage."""

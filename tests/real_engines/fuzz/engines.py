@@ -23,9 +23,8 @@ from tests.real_engines.fuzz.compare import (
     describe_difference,
     is_scale,
 )
-from tests.real_engines.fuzz.draw import Case
+from tests.real_engines.fuzz.draw import DAMAGES, Case
 from tests.real_engines.fuzz.forms import open_geometry
-from tests.real_engines.fuzz.kv_damages import TENSOR_DAMAGES
 from tests.real_engines.sglang_models import hold_kv_scales, load, read_classes
 from tests.real_engines.sglang_sources import gives_scales_a_place
 from tests.real_engines.sglang_survey import MODELS, STRIPPED
@@ -290,7 +289,7 @@ def observe_sglang(case: Case, model: Path, original: Path) -> Observation | Non
     None where that takes more than the loader: for other classes and paths of attention, for FP8
     weights, and for whatever the config decides.
     """
-    is_loader = TENSOR_DAMAGES.issuperset(case.damages) and case.form in _FORMS
+    is_loader = all(DAMAGES[each].is_of_scales for each in case.damages) and case.form in _FORMS
     if not (is_loader and case.architecture in MODELS):
         return None
     paths = {
