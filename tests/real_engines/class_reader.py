@@ -23,6 +23,7 @@ _EXPERTS = (
 )
 _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding",)
+_ATTENTION = ("RadixAttention",)
 _PLAIN = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv2dLayer", "Conv3dLayer", "Embedding")
 _LISTS = ("ModuleList", "ModuleDict", "Sequential")
 _PREFIXES = ("maybe_prefix", "add_prefix")
@@ -91,7 +92,7 @@ class ReadLinear:
     prefix: str
     """Under which it asks the config."""
     kind: str
-    """linear, experts, head, embedding or other."""
+    """linear, experts, head, embedding, attention or other."""
     state: str
     owner: str
     """The class that creates it."""
@@ -143,9 +144,9 @@ class ClassReader:
             if file.endswith(".py") and file.startswith(tuple(folders))
         }
         self.found: list[ReadLinear] = []
+        self.open = cache(self._open)
 
-    @cache  # noqa: B019 -- a reader lives as long as the process
-    def open(self, name: str) -> Module:
+    def _open(self, name: str) -> Module:
         """Parse a module; one that is not followed is empty."""
         file = self._files.get(name)
         is_package = file is not None and file.endswith("/__init__.py")
@@ -635,6 +636,7 @@ class ClassReader:
 
 def _find_kind(name: str) -> str:
     kinds = {_HEADS: "head", _EMBEDDINGS: "embedding", _EXPERTS: "experts", _PLAIN: "other"}
+    kinds[_ATTENTION] = "attention"
     known = next((kind for names, kind in kinds.items() if name in names), "")
     return known or ("linear" if name in LINEARS or name.endswith("ParallelLinear") else "")
 

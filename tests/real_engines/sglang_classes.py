@@ -24,11 +24,10 @@ from fp8calib.engines.facts.release import FOLDER
 from tests import zoo
 from tests.architectures import families
 from tests.kit.class_facts import spell_fact
-from tests.real_engines.class_reader import ClassReader, ReadLinear
+from tests.real_engines.class_reader import Class, ReadLinear
 from tests.real_engines.package import Package
+from tests.real_engines.sglang_models import SglangModels
 
-_MODELS = "sglang/srt/models/"
-_FOLDERS = (_MODELS, "sglang/srt/layers/")
 _STATES = {"config": "config", "none": "plain", "maybe": "maybe", "listed": "config"}
 _JOINED_STATES = {**_STATES, "config": "joined", "listed": "maybe"}
 """Of what is joined under a name that lists of configs do not know the parts of."""
@@ -55,15 +54,10 @@ class SglangClasses:
     """
 
     def __init__(self, package: Package) -> None:
-        self._reader = ClassReader(package, _FOLDERS)
-        self.entries: dict[str, str] = {}
-        """The modules of the classes that an architecture of a config may name."""
-        for module in self._reader.list_modules(_MODELS):
-            for node in self._reader.open(module).tree.body:
-                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
-                    names = (each for each in ast.walk(node.value) if isinstance(each, ast.Name))
-                    own = {each.id: module for each in names if not _DRAFTERS.search(each.id)}
-                    self.entries |= own
+        models = SglangModels(package)
+        self._reader = models.reader
+        entries = models.entries.items()
+        self.entries = {name: each for name, each in entries if not _DRAFTERS.search(name)}
 
     def list_facts(self) -> dict[str, list[str]]:
         """List the facts, with the architectures of each."""
@@ -89,27 +83,21 @@ class SglangClasses:
 
     def leaves_untied(self, architecture: str) -> bool:
         """Tell whether a class creates an output layer, and nowhere ties it to the embedding."""
-        start = self._reader.resolve(self.entries[architecture], architecture)
-        assert start is not None
-        nodes = [
-            self._reader.open(each.module).classes[each.name]
-            for each in self._reader.list_bases(start)
-        ]
+        bases = self._reader.list_bases(self.entries[architecture])
+        nodes = [self._reader.open(each.module).classes[each.name] for each in bases]
         text = "\n".join(map(ast.unparse, nodes))
         return "self.lm_head = ParallelLMHead(" in text and not _TIES.search(text)
 
     def describe(self, architecture: str, stored: Iterable[str]) -> Iterator[CreatedLinear]:
         """Describe what a class of its own creates, of a checkpoint with these linears."""
-        module = self.entries[architecture]
+        start = self.entries[architecture]
         grouped: dict[str, list[ReadLinear]] = {}
-        for each in self._reader.read(module, architecture):
+        for each in self._reader.read(start.module, start.name):
             if each.kind in _KINDS:
                 grouped.setdefault(each.path, []).append(each)
-        joined, packed = self._list_joined(architecture, module, grouped)
+        joined, packed = self._list_joined(start, grouped)
         names = set(stored)
-        renamed = self._rename(module, names)
-        start = self._reader.resolve(module, architecture)
-        assert start is not None
+        renamed = self._rename(start.module, names)
         # Lists of configs are renamed as the checkpoint's names are.
         is_renamed = bool(
             list(self._reader.list_assigned(start, "hf_to_sglang_mapper"))
@@ -136,13 +124,11 @@ class SglangClasses:
             yield CreatedLinear(state=state, kind=kind, path=listed, parts=tuple(parts))
 
     def _list_joined(
-        self, architecture: str, module: str, grouped: Mapping[str, Sequence[ReadLinear]]
+        self, start: Class, grouped: Mapping[str, Sequence[ReadLinear]]
     ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """List what classes join of which parts: all loaders, and what configs are told."""
-        start = self._reader.resolve(module, architecture)
-        assert start is not None
         bases = self._reader.list_bases(start)
-        modules = {module, *(each.module for each in bases)}
+        modules = {each.module for each in bases}
         modules |= {each.module for found in grouped.values() for each in found}
         joined: dict[str, list[str]] = {}
         for name in sorted(modules):

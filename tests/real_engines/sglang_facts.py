@@ -17,10 +17,10 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_sglang_configs,
 )
-from tests.real_engines.sglang_sources import list_entries
+from tests.real_engines.sglang_models import SglangModels
 from tests.real_engines.sglang_survey import survey_release
+from tests.real_engines.stubs import take
 from tests.real_engines.type_facts import Probe, read_auto_round, read_demanded, read_own_types
-from tests.real_engines.vllm_sources import take
 
 _O = f"{LAYER}.self_attn.o_proj"
 _COMPRESSED = "compressed_tensors/compressed_tensors.py"
@@ -87,9 +87,7 @@ def _survey(
     read: Callable[[Mapping[str, Any]], Iterable[str] | bool], source: str, how: Evidence
 ) -> Probe:
     """Make a probe of what the models of a release do."""
-    return Probe(
-        read=lambda package: read(survey_release(package.requirement)), source=source, how=how
-    )
+    return Probe(read=lambda package: read(survey_release(package)), source=source, how=how)
 
 
 _CHOICE = f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method"
@@ -124,7 +122,7 @@ PROBES: Mapping[str, Probe] = {
         how="read",
     ),
     "class": Probe(
-        read=lambda package: sorted(list_entries(package)),
+        read=lambda package: sorted(SglangModels(package).entries),
         source=f"{_MODELS} EntryClass",
         how="read",
         is_difference=True,

@@ -1,93 +1,30 @@
-"""The `load_weights` of SGLang's models, taken out of its wheel and run on names alone.
+"""SGLang's classes of models in a release: read, and their `load_weights` run on names alone.
 
-Nothing else of SGLang is there: whatever a method looks up beside its parameters is a `Nothing`,
-which is false, empty, and gives itself for every call and attribute. That is enough, for what
-becomes of a scale depends on its name and on the names of the parameters.
+Whatever a method looks up beside its parameters is a `Stub`. That is enough, for what becomes of a
+scale depends on its name and on the names of the parameters.
 """
-
-from __future__ import annotations
 
 import ast
 import builtins
-import logging
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from functools import cache, cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.real_engines.sglang_sources import MODELS, open_sglang, read_models
+from tests.real_engines.class_reader import Class, ClassReader
+from tests.real_engines.package import Package, execute
+from tests.real_engines.stubs import Names, Stub, answer_imports, take
 
-KV_CACHE = "sglang/srt/layers/quantization/kv_cache.py"
-UTILS = "sglang/srt/model_loader/weight_utils.py"
+MODELS = "sglang/srt/models/"
+_FOLDERS = (MODELS, "sglang/srt/layers/")
+_KV_CACHE = "sglang/srt/layers/quantization/kv_cache.py"
+_UTILS = "sglang/srt/model_loader/weight_utils.py"
 _PLAIN_VALUES = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set)
-
-
-class Nothing:
-    """Stands for everything that is not there."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        return None
-
-    def __call__(self, *_: object, **__: object) -> Any:  # noqa: D102 -- the class says it
-        return Nothing()
-
-    def __getitem__(self, _: object) -> Any:
-        return Nothing()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __contains__(self, _: object) -> bool:
-        return False
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __len__(self) -> int:
-        return 0
-
-    __index__ = __len__
-    __add__ = __mul__ = __getitem__
-    __lt__ = __gt__ = __le__ = __ge__ = __contains__
-
-
-class _Globals(dict[str, Any]):
-    """What a method sees: text models (one lends its loader), builtins, or nothing."""
-
-    def __init__(self, held: Mapping[str, _Parameter], **names: Any) -> None:
-        super().__init__(names)
-        self._held = held
-
-    def __missing__(self, name: str) -> Any:
-        if name.endswith("ForCausalLM") and name in read_classes():
-            return _make_class(name, self._held)
-        return getattr(builtins, name, Nothing())
-
-
-class _Absent(MetaPathFinder, Loader):
-    """Answers every import of SGLang, inside a function, with a module of nothing."""
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.startswith("sglang") else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__getattr__ = lambda name: _remap() if name == _remap().__name__ else Nothing()
-        return module
-
-    def exec_module(self, _: ModuleType) -> None:
-        return None
+_REMAP = "maybe_remap_kv_scale_name"
+_METHODS = ("staticmethod", "classmethod")
 
 
 class _Mapper:
@@ -106,7 +43,7 @@ class _Parameter:
     def __init__(self, name: str, loaded: dict[str, torch.Tensor | None]) -> None:
         self._name = name
         self._loaded = loaded
-        self.data = Nothing()
+        self.data = Stub()
 
     def weight_loader(self, *arguments: object, **_: object) -> None:
         """Note what is loaded into the parameter."""
@@ -114,76 +51,145 @@ class _Parameter:
         self._loaded[self._name] = next(weights, None)
 
 
-def load(
-    architecture: str,
-    tensors: Mapping[str, torch.Tensor],
-    parameters: Iterable[str],
-    *,
-    text: str = "",
-) -> dict[str, torch.Tensor | None]:
-    """Give the tensor that is loaded into each parameter that gets one; None for a slice of one.
+class SglangModels:
+    """The classes of models of a release.
 
-    `text` names the class of the `language_model` that a model with other inputs wraps.
-
-    Raises:
-        KeyError: as the model's loader does; AssertionError as well.
+    Args:
+        package: the release's.
     """
-    loaded: dict[str, torch.Tensor | None] = {}
-    held = {name: _Parameter(name, loaded) for name in parameters}
-    weights = list(tensors.items())
-    finder = _Absent()
-    sys.meta_path.insert(0, finder)
-    try:
-        model = _make_class(architecture, held)()
-        if text:
-            vars(model)["language_model"] = _make_class(text, held)()
-        result = model.load_weights(weights)
-        list(result if isinstance(result, Iterator) else ())
-    finally:
-        sys.meta_path.remove(finder)
-    return loaded
 
+    def __init__(self, package: Package) -> None:
+        self.reader = ClassReader(package, _FOLDERS)
+        self._package = package
+        self.classes: dict[str, Class] = {}
+        """All classes by name."""
+        self.entries: dict[str, Class] = {}
+        """Those that an architecture of a config may name."""
+        self.gives_scales_a_place = cache(self._gives_scales_a_place)
+        for module in self.reader.list_modules(MODELS):
+            for node in self.reader.open(module).tree.body:
+                if isinstance(node, ast.ClassDef):
+                    self.classes[node.name] = Class(module, node.name)
+                elif isinstance(node, ast.Assign) and ast.unparse(node).startswith("EntryClass ="):
+                    names = (each for each in ast.walk(node.value) if isinstance(each, ast.Name))
+                    found = {each.id: self.reader.resolve(module, each.id) for each in names}
+                    self.entries |= {name: each for name, each in found.items() if each}
 
-def _make_class(architecture: str, held: Mapping[str, _Parameter]) -> Any:
-    names = _Globals(
-        held,
-        torch=torch,
-        re=re,
-        WeightsMapper=_Mapper,
-        maybe_remap_kv_scale_name=_remap(),
-        default_weight_loader=lambda parameter, *rest: parameter.weight_loader(*rest),
-        get_layer_id=lambda name: int(re.findall(r"layers\.(\d+)\.", name)[0]),
-        isinstance=lambda value, kind: type(kind) is type and isinstance(value, kind),
-        __builtins__=builtins,
-    )
-    methods: dict[str, Any] = {"named_parameters": lambda *_, **__: held.items()}
-    for name, (node, tree) in _find_methods(architecture).items():
-        marks = {ast.unparse(mark) for mark in node.decorator_list}
-        if "property" in marks:
-            continue
-        _run([item for item in tree.body if _is_plain(item)], names)
-        kept = marks & {"staticmethod", "classmethod"}
-        node.decorator_list = [ast.Name(mark, ast.Load()) for mark in kept]
-        _run([ast.parse(f"from __future__ import annotations\n{ast.unparse(node)}")], names)
-        methods.setdefault(name, names[name])
-    return type(architecture, (Nothing,), methods)
+    def _gives_scales_a_place(self, architecture: str) -> bool:
+        """Tell whether all attention layers of a model get the quantization config.
 
+        A model without attention has nothing that lacks it.
+        """
+        start = self.classes[architecture]
+        found = self.reader.read(start.module, architecture)
+        states = {each.state for each in found if each.kind == "attention"}
+        if states:
+            return "none" not in states
+        # Muse Spark makes a layer before it becomes part of the model.
+        modules = {each.module for each in self.reader.list_bases(start)}
+        calls = [
+            ast.unparse(node)
+            for module in modules
+            for node in ast.walk(self.reader.open(module).tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "RadixAttention"
+        ]
+        return all("quant_config" in call for call in calls)
 
-def _find_methods(architecture: str) -> dict[str, tuple[ast.FunctionDef, ast.Module]]:
-    """Find a class's methods, and those of its bases that it has not."""
-    if architecture not in read_classes():
-        return {}
-    node, tree = read_classes()[architecture]
-    own = {
-        item.name: (item, tree)
-        for item in node.body
-        if isinstance(item, ast.FunctionDef) and not item.name.startswith("__")
-    }
-    bases = (base.id for base in node.bases if isinstance(base, ast.Name))
-    inherited = [_find_methods(base) for base in bases]
-    return {
-        name: found for methods in reversed([own, *inherited]) for name, found in methods.items()
-    }
+    def reads_scale_file(self, architecture: str) -> bool:
+        """Tell whether a class has, or inherits, `load_kv_cache_scales`."""
+        return (
+            self.reader.find_method(self.classes[architecture], "load_kv_cache_scales") is not None
+        )
+
+    def load(
+        self,
+        architecture: str,
+        tensors: Mapping[str, torch.Tensor],
+        parameters: Iterable[str],
+        *,
+        text: str = "",
+    ) -> dict[str, torch.Tensor | None]:
+        """Give the tensor that is loaded into each parameter; None for a slice of one.
+
+        `text` names the class of the `language_model` that a model with other inputs wraps.
+
+        Raises:
+            KeyError: as the model's loader does; AssertionError as well.
+        """
+        loaded: dict[str, torch.Tensor | None] = {}
+        held = {name: _Parameter(name, loaded) for name in parameters}
+        weights = list(tensors.items())
+        with answer_imports(lambda name: self._remap if name == _REMAP else Stub()):
+            model = self._make_class(architecture, held)()
+            if text:
+                vars(model)["language_model"] = self._make_class(text, held)()
+            result = model.load_weights(weights)
+            list(result if isinstance(result, Iterator) else ())
+        return loaded
+
+    def _make_class(self, architecture: str, held: Mapping[str, _Parameter]) -> Any:
+        """Make a class of methods alone: what else they see is text models, builtins, or stubs."""
+
+        def find(name: str) -> Any:
+            is_text = name.endswith("ForCausalLM") and name in self.classes
+            return self._make_class(name, held) if is_text else Stub()
+
+        names = Names(
+            find,
+            torch=torch,
+            re=re,
+            WeightsMapper=_Mapper,
+            maybe_remap_kv_scale_name=self._remap,
+            default_weight_loader=lambda parameter, *rest: parameter.weight_loader(*rest),
+            get_layer_id=lambda name: int(re.findall(r"layers\.(\d+)\.", name)[0]),
+            isinstance=lambda value, kind: type(kind) is type and isinstance(value, kind),
+            __builtins__=builtins,
+        )
+        methods: dict[str, Any] = {"named_parameters": lambda *_, **__: held.items()}
+        for module, node in self._list_methods(architecture):
+            marks = {ast.unparse(mark) for mark in node.decorator_list}
+            if "property" in marks or node.name in methods:
+                continue
+            for item in self.reader.open(module).tree.body:
+                if isinstance(item, ast.FunctionDef):
+                    item.decorator_list = []
+                if _is_plain(item):
+                    execute(item, names, module)
+            copy = ast.parse(ast.unparse(node)).body[0]
+            assert isinstance(copy, ast.FunctionDef)
+            copy.decorator_list = [ast.Name(each, ast.Load()) for each in _METHODS if each in marks]
+            execute(copy, names, module)
+            methods[node.name] = names[node.name]
+        return type(architecture, (Stub,), methods)
+
+    def _list_methods(self, architecture: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+        """List the methods of a class, then those of its bases, with their modules."""
+        known = self.classes.get(architecture)
+        for each in self.reader.list_bases(known) if known is not None else ():
+            for node in self.reader.open(each.module).classes[each.name].body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                    yield each.module, node
+
+    @cached_property
+    def _remap(self) -> Any:
+        return take(self._package, _UTILS, _REMAP)
+
+    def hold_kv_scales(self, k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[float, float]:
+        """Give the numbers that an attention layer multiplies by, given the tensors loaded into it.
+
+        Raises:
+            AssertionError: as SGLang does.
+        """
+        layer = SimpleNamespace()
+        bases = {"QuantizeMethodBase": object}
+        method = take(self._package, _KV_CACHE, "BaseKVCacheMethod", **bases)(None)
+        method.create_weights(layer)
+        load = take(self._package, _UTILS, "default_weight_loader")
+        for parameter, tensor in ((layer.k_scale, k), (layer.v_scale, v)):
+            if tensor is not None:
+                load(parameter, tensor)
+        method.process_weights_after_loading(layer)
+        return layer.k_scale_float, layer.v_scale_float
 
 
 def _is_plain(node: ast.stmt) -> bool:
@@ -195,59 +201,3 @@ def _is_plain(node: ast.stmt) -> bool:
         return False
     is_mapper = isinstance(value, ast.Call) and ast.unparse(value.func) == "WeightsMapper"
     return isinstance(value, _PLAIN_VALUES) or is_mapper
-
-
-def _run(nodes: list[Any], names: dict[str, Any]) -> None:
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list = []
-        module = node if isinstance(node, ast.Module) else ast.Module([node], [])
-        exec(compile(ast.fix_missing_locations(module), MODELS, "exec"), names)  # noqa: S102
-
-
-@cache
-def read_classes() -> dict[str, tuple[ast.ClassDef, ast.Module]]:
-    """Find the classes of all models, and the modules that define them."""
-    return {
-        node.name: (node, tree)
-        for tree in read_models().values()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-@cache
-def _remap() -> Any:
-    names: dict[str, Any] = {"Optional": Any, "print_warning_once": logging.getLogger().debug}
-    return _extract(UTILS, "maybe_remap_kv_scale_name", names)
-
-
-def hold_kv_scales(k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[float, float]:
-    """Give the numbers that an attention layer multiplies by, given the tensors loaded into it.
-
-    Raises:
-        AssertionError: as SGLang does.
-    """
-    layer = SimpleNamespace()
-    method = _extract(
-        KV_CACHE,
-        "BaseKVCacheMethod",
-        {"QuantizeMethodBase": object, "is_fp8_fnuz": lambda: False, "torch": torch},
-    )(None)
-    method.create_weights(layer)
-    for parameter, tensor in ((layer.k_scale, k), (layer.v_scale, v)):
-        if tensor is not None:
-            _extract(UTILS, "default_weight_loader", {"torch": torch})(parameter, tensor)
-    method.process_weights_after_loading(layer)
-    return layer.k_scale_float, layer.v_scale_float
-
-
-def _extract(module: str, name: str, names: dict[str, Any]) -> Any:
-    """Run the definition of one function or class of SGLang's wheel, and give it."""
-    _run([node for node in _parse(module).body if getattr(node, "name", "") == name], names)
-    return names[name]
-
-
-@cache
-def _parse(module: str) -> ast.Module:
-    return open_sglang().parse(module)

@@ -1,18 +1,10 @@
-"""What a release of SGLang does with KV scales, by its own code.
-
-What is opened of a package is kept (`sglang_sources.py`), so that each release has a process of its
-own: `python -m tests.real_engines.sglang_survey` prints as JSON what `survey_release` gives.
-"""
+"""What a release of SGLang does with KV scales, by its own code."""
 
 import ast
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +14,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.engines.check_handmade import spell
-from tests.real_engines.sglang_models import _parse, hold_kv_scales, load, read_classes
-from tests.real_engines.sglang_sources import (
-    REQUIREMENT,
-    gives_scales_a_place,
-    list_models_with_scales,
-)
+from tests.real_engines.package import Package
+from tests.real_engines.sglang_models import SglangModels
 
-ROOT = Path(__file__).parents[2]
 QUANTIZATION = "sglang/srt/layers/quantization/"
 CONFIGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "compressed-tensors": (
@@ -117,47 +104,10 @@ SPELLINGS = {
 
 
 @cache
-def survey_release(requirement: str) -> Mapping[str, Any]:
-    """Ask a process of its own for all that `list_found` lists of a release."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.real_engines.sglang_survey"],
-        env={**os.environ, REQUIREMENT: requirement, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: Mapping[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def main() -> None:
-    """Run the loaders of all models on the names of scales."""
+def survey_release(package: Package) -> Mapping[str, Any]:
+    """Run the loaders of all models on the names of scales, and look at what else concerns them."""
     with redirect_stdout(sys.stderr):  # some loaders print
-        found = list_found()
-    json.dump(found, sys.stdout)
-
-
-def list_found() -> dict[str, object]:
-    """Collect everything."""
-    return {
-        "models": {name: survey(name) for name in MODELS if is_there(MODELS[name])},
-        "wrappers": {
-            name: survey_wrapper(name) for name in WRAPPERS if is_there(WRAPPERS[name][0])
-        },
-        "places": {
-            name: gives_scales_a_place(architecture)
-            for name, architecture in list_types().items()
-            if is_there(architecture)
-        },
-        "files": [
-            name
-            for name, architecture in list_types().items()
-            if architecture in list_models_with_scales().difference(_FAILING_LOADERS)
-        ],
-        "methods": [method for method in CONFIGS if gives_parameters(method)],
-        "zeros": hold_zeros(),
-    }
+        return _Survey(package).list_found()
 
 
 def list_types() -> dict[str, str]:
@@ -166,94 +116,95 @@ def list_types() -> dict[str, str]:
     return texts | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | _OTHER_TYPES | OTHERS | MODELS
 
 
-def is_there(architecture: str) -> bool:
-    """Tell whether the release has a class."""
-    return architecture in read_classes()
+class _Survey:
+    """Asks a release.
 
+    Args:
+        package: its sources.
+    """
 
-def survey(name: str) -> dict[str, str]:
-    """Give what becomes of each spelling in a text model."""
-    architecture = MODELS[name]
-    path = "model.layers.{}" + ("" if name in STRIPPED else ".self_attn")
-    places = spell("attn.k_scale", "attn.v_scale", path=path)
-    places = places if gives_scales_a_place(architecture) else {}
-    return {
-        spelling: find_outcome(
-            lambda leaves=leaves: load(architecture, to_tensors(spell(*leaves)), places),
-            places,
-            spelling,
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        self._models = SglangModels(package)
+
+    def list_found(self) -> dict[str, Any]:
+        """Collect everything, of the classes that the release has."""
+        classes = self._models.classes
+        types = {name: each for name, each in list_types().items() if each in classes}
+        return {
+            "models": {name: self._ask_text(name) for name in MODELS if MODELS[name] in classes},
+            "wrappers": {
+                name: self._ask_wrapper(*of_it)
+                for name, of_it in WRAPPERS.items()
+                if of_it[0] in classes
+            },
+            "places": {
+                name: self._models.gives_scales_a_place(each) for name, each in types.items()
+            },
+            "files": [
+                name
+                for name, each in types.items()
+                if each in self._models.entries and each not in _FAILING_LOADERS
+                if self._models.reads_scale_file(each)
+            ],
+            "methods": [method for method in CONFIGS if self._gives_parameters(method)],
+            "zeros": self._hold_zeros(),
+        }
+
+    def _ask_text(self, name: str) -> dict[str, str]:
+        """Give what becomes of each spelling in a text model."""
+        architecture = MODELS[name]
+        path = "model.layers.{}" + ("" if name in STRIPPED else ".self_attn")
+        places = spell("attn.k_scale", "attn.v_scale", path=path)
+        places = places if self._models.gives_scales_a_place(architecture) else {}
+        return self._ask(architecture, "model.layers.{}.self_attn", places)
+
+    def _ask_wrapper(self, architecture: str, _: str, text: str) -> dict[str, str]:
+        """Give the same of a model with other inputs, below every root that parameters have."""
+        roots = ("model.", "language_model.", "model.language_model.", "language_model.model.")
+        leaves = ("attn.k_scale", "attn.v_scale")
+        has_places = self._models.gives_scales_a_place(OWN_TEXT.get(architecture, architecture))
+        places: dict[str, object] = {}
+        for root in roots if has_places else ():
+            places |= spell(*leaves, path=root + "layers.{}.self_attn")
+        return self._ask(architecture, "model.language_model.layers.{}.self_attn", places, text)
+
+    def _ask(
+        self, architecture: str, path: str, places: Mapping[str, object], text: str = ""
+    ) -> dict[str, str]:
+        """Give what a loader does with scales of each spelling below a path."""
+        found = {}
+        for spelling, leaves in SPELLINGS.items():
+            scales = {n: torch.tensor(value) for n, value in spell(*leaves, path=path).items()}
+            try:
+                loaded = {*self._models.load(architecture, scales, places, text=text)}
+            except (KeyError, AssertionError, ValueError):
+                found[spelling] = "refused"
+                continue
+            roots = {place.partition("layers.")[0] for place in loaded}
+            wanted = {
+                place
+                for place in places
+                if place.partition("layers.")[0] in roots
+                and (spelling != "one" or "k_scale" in place)
+            }
+            found[spelling] = "used" if loaded == wanted else "in part"
+            if not loaded:
+                found[spelling] = "dropped"
+        return found
+
+    def _gives_parameters(self, method: str) -> bool:
+        """Tell whether a method's config gives attention a method of its own."""
+        file, names = CONFIGS[method]
+        return any(
+            "RadixAttention" in ast.unparse(node)
+            for node in self._package.parse(QUANTIZATION + file).body
+            if isinstance(node, ast.ClassDef) and node.name in names
         )
-        for spelling, leaves in SPELLINGS.items()
-    }
 
-
-def survey_wrapper(name: str) -> dict[str, str]:
-    """Give what becomes of each spelling in a model with other inputs."""
-    architecture, _, text = WRAPPERS[name]
-    places = find_wrapped_places(architecture)
-
-    def run(leaves: tuple[str, ...]) -> Callable[[], Mapping[str, object]]:
-        scales = to_tensors(spell(*leaves, path="model.language_model.layers.{}.self_attn"))
-        return lambda: load(architecture, scales, places, text=text)
-
-    return {
-        spelling: find_outcome(run(leaves), places, spelling)
-        for spelling, leaves in SPELLINGS.items()
-    }
-
-
-def to_tensors(scales: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value) for name, value in scales.items()}
-
-
-def find_wrapped_places(architecture: str) -> dict[str, object]:
-    """Give the parameters for scales of a model with other inputs, below every root there is."""
-    roots = ("model.", "language_model.", "model.language_model.", "language_model.model.")
-    return {
-        place: value
-        for root in roots
-        for place, value in spell(
-            "attn.k_scale", "attn.v_scale", path=root + "layers.{}.self_attn"
-        ).items()
-        if gives_scales_a_place(OWN_TEXT.get(architecture, architecture))
-    }
-
-
-def find_outcome(
-    run: Callable[[], Mapping[str, object]], places: Mapping[str, object], spelling: str
-) -> str:
-    """Tell what a loader does with scales, whichever root its parameters have."""
-    try:
-        loaded = set(run())
-    except (KeyError, AssertionError, ValueError):
-        return "refused"
-    roots = {place.partition("layers.")[0] for place in loaded}
-    wanted = {
-        place
-        for place in places
-        if place.partition("layers.")[0] in roots and (spelling != "one" or "k_scale" in place)
-    }
-    return "dropped" if not loaded else "used" if loaded == wanted else "in part"
-
-
-def gives_parameters(method: str) -> bool:
-    """Tell whether a method's config gives attention a method of its own."""
-    file, names = CONFIGS[method]
-    classes = (
-        node
-        for node in _parse(QUANTIZATION + file).body
-        if isinstance(node, ast.ClassDef) and node.name in names
-    )
-    return any("RadixAttention" in ast.unparse(node) for node in classes)
-
-
-def hold_zeros() -> list[float] | str:
-    """Give what a layer multiplies by, whose scales are zero."""
-    try:
-        return list(hold_kv_scales(torch.tensor(0.0), torch.tensor(0.0)))
-    except AssertionError:
-        return "refused"
-
-
-if __name__ == "__main__":
-    main()
+    def _hold_zeros(self) -> list[float] | str:
+        """Give what a layer multiplies by, whose scales are zero."""
+        try:
+            return list(self._models.hold_kv_scales(torch.tensor(0.0), torch.tensor(0.0)))
+        except AssertionError:
+            return "refused"

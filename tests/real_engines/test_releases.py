@@ -45,11 +45,11 @@ from tests.real_engines.release_configs import (
     open_vllm_configs,
 )
 from tests.real_engines.sglang_survey import MODELS, OTHERS, SPELLINGS, WRAPPERS, survey_release
+from tests.real_engines.stubs import take
 from tests.real_engines.vllm_sources import (
     COMPRESSED,
     make_layer,
     read_modelopt_list,
-    take,
     take_processing,
 )
 
@@ -186,8 +186,7 @@ by_sglang_release = pytest.mark.parametrize(
 
 def survey(release: Release) -> Mapping[str, Any]:
     """Run the code of a release."""
-    open_release(release)
-    return survey_release(f"{release.package}=={release.version}")
+    return survey_release(open_release(release))
 
 
 def ask_release(

@@ -22,6 +22,7 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_vllm_configs,
 )
+from tests.real_engines.stubs import take
 from tests.real_engines.type_facts import Probe, read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_gpus import read_multiplied, read_order, read_stored
 from tests.real_engines.vllm_sources import (
@@ -31,7 +32,6 @@ from tests.real_engines.vllm_sources import (
     make_layer,
     read_algorithms,
     read_modelopt_list,
-    take,
     take_processing,
 )
 from tests.real_engines.vllm_sources import MODELOPT as MODELOPT_FILE

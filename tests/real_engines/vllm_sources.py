@@ -1,48 +1,19 @@
 """Functions of vLLM's releases, taken out of their files with stubs for what they call."""
 
 import ast
-import logging
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.real_engines.package import Package, execute, find_symbol
+from tests.real_engines.package import Package
+from tests.real_engines.stubs import take
 
 QUANTIZATION = "model_executor/layers/quantization/"
 COMPRESSED = f"{QUANTIZATION}compressed_tensors/compressed_tensors.py"
 MODELOPT = f"{QUANTIZATION}modelopt.py"
 KV_CACHE = f"{QUANTIZATION}kv_cache.py"
-Strategy = StrEnum("Strategy", ["TENSOR", "CHANNEL", "GROUP", "BLOCK", "TOKEN", "ATTN_HEAD"])
-_STUBS: Mapping[str, Any] = {
-    "Any": Any,
-    "cast": lambda _, value: value,
-    "current_platform": SimpleNamespace(is_fp8_fnuz=lambda: False),
-    "is_quantized_kv_cache": lambda dtype: dtype.startswith("fp8"),
-    "is_weights_pre_processed": lambda: False,
-    "kv_cache_uses_per_token_head_scales": lambda _: False,
-    "logger": SimpleNamespace(
-        **dict.fromkeys(("warning", "warning_once", "info", "info_once"), logging.debug)
-    ),
-    "QuantizationStrategy": Strategy,
-    "torch": torch,
-}
-
-
-def take(package: Package, file: str, name: str, **names: Any) -> Callable[..., Any]:
-    """Take a function, or `Class.method`, with stubs for what it calls.
-
-    Raises:
-        KeyError: the release has no such function.
-    """
-    function = find_symbol(package.parse(file), name)
-    assert isinstance(function, ast.FunctionDef)
-    function.decorator_list = []
-    space = {**_STUBS, **names}
-    execute(function, space, file)
-    return space[function.name]  # type: ignore[no-any-return]
 
 
 def read_algorithms(package: Package) -> list[str]:

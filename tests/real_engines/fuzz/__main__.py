@@ -23,7 +23,7 @@ from tests.real_engines.fuzz.engines import (
     TransformersObserver,
     VllmObserver,
     observe_sglang,
-    read_wheel,
+    open_sglang,
 )
 from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Evaluator, Observe, Result
 from tests.real_engines.vllm_job import ForkServer
@@ -96,7 +96,7 @@ def evaluate(
             if not {"vllm", RUN_IN_CHECK}.isdisjoint(engines):
                 servers[name] = stack.enter_context(ForkServer(folder / f"vllm-{name}.log"))
         if "sglang" in engines:
-            read_wheel()  # once, while vLLM is imported
+            open_sglang()  # once, while vLLM is imported
         gc.freeze()  # or every fork goes through all of torch's objects
         pool = stack.enter_context(
             ProcessPoolExecutor(

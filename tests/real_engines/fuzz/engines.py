@@ -7,6 +7,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.model.module_paths import split_expert
 from tests.real_engines.fuzz.compare import (
     HeldPair,
@@ -25,8 +27,8 @@ from tests.real_engines.fuzz.compare import (
 )
 from tests.real_engines.fuzz.draw import DAMAGES, Case
 from tests.real_engines.fuzz.forms import open_geometry
-from tests.real_engines.sglang_models import hold_kv_scales, load, read_classes
-from tests.real_engines.sglang_sources import gives_scales_a_place
+from tests.real_engines.package import open_package
+from tests.real_engines.sglang_models import SglangModels
 from tests.real_engines.sglang_survey import MODELS, STRIPPED
 from tests.real_engines.vllm_job import ForkServer
 
@@ -275,12 +277,14 @@ _FORMS = (
 """Those whose config gives attention layers SGLang's KV cache method, and says nothing else."""
 
 
-def read_wheel() -> None:
-    """Read all that SGLang's wheel is asked for, so that forks need not."""
-    read_classes()
+@cache
+def open_sglang() -> SglangModels:
+    """Read all that the newest release is asked for, so that forks need not."""
+    models = SglangModels(open_package(f"sglang=={SGLANG_RELEASES[-1].version}"))
     for architecture in MODELS.values():
-        gives_scales_a_place(architecture)
-    hold_kv_scales(None, None)
+        models.gives_scales_a_place(architecture)
+    models.hold_kv_scales(None, None)
+    return models
 
 
 def observe_sglang(case: Case, model: Path, original: Path) -> Observation | None:
@@ -297,17 +301,18 @@ def observe_sglang(case: Case, model: Path, original: Path) -> Observation | Non
     }
     if any(path != f"model.layers.{index}.self_attn" for index, path in paths.items()):
         return None
-    has_places = gives_scales_a_place(MODELS[case.architecture])
+    models = open_sglang()
+    has_places = models.gives_scales_a_place(MODELS[case.architecture])
     weights = _read(original)
     scales = {name: tensor for name, tensor in _read(model).items() if name not in weights}
     places = _name_parameters(paths, is_stripped=case.architecture in STRIPPED)
     try:
         names = [name for pair in places.values() for name in pair if has_places]
-        loaded = load(MODELS[case.architecture], scales, names)
+        loaded = models.load(MODELS[case.architecture], scales, names)
         if None in loaded.values():
             return None
         layers = {
-            index: hold_kv_scales(*(loaded.get(name) for name in pair))
+            index: models.hold_kv_scales(*(loaded.get(name) for name in pair))
             for index, pair in places.items()
         }
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
