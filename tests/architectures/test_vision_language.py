@@ -57,32 +57,6 @@ def test_the_text_decoder_is_calibrated_and_the_rest_is_listed(family: str, tmp_
     assert not any("vis" in site.module for site in stats.sites)
 
 
-def test_no_token_of_paligemma_sees_a_later_one(tmp_path: Path) -> None:
-    """Its config asks for attention in both directions; the same weights in Gemma do not."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "paligemma",
-        text_config={**SIZES, "model_type": "gemma", "head_dim": 8},
-        vision_config=PARTS["paligemma"],
-        projection_dim=32,
-    )
-    assert config.text_config.use_bidirectional_attention
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    model.save_pretrained(tmp_path / "model")
-    causal = build("gemma", {"head_dim": 8})
-    causal.model.load_state_dict(model.model.language_model.state_dict())
-    rows = draw([20, 7, 20, 20, 13], seed=9)
-    truth = brute_force.run(causal, rows)
-    for batch_size in (1, 3):
-        plan = make_plan(rows, packed=False)
-        prepared, stats = run_calibration(tmp_path / "model", plan, batch_size=batch_size)
-        for layer, attention in prepared.geometry.attentions():
-            keys = [key for key, _ in truth.kv[layer.index]]
-            expected = brute_force.head_amax(keys, attention.num_kv_heads)
-            found = stats.sites[attention.site(Role.K)].amax.numpy()
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
 def test_a_text_only_class_never_runs_its_lm_head() -> None:
     """Llama4ForCausalLM names itself as its decoder; the model below it is what is run."""
     path, decoder = find_text_decoder(build("llama4_text", FAMILIES["llama4_text"]))

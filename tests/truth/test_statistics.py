@@ -20,7 +20,7 @@ from fp8calib.calibration.reductions import (
     reduce_tokens,
 )
 from fp8calib.model.geometry import Role, Site
-from fp8calib.numerics.positions import NUM_RANGES, RANGE_STARTS
+from fp8calib.numerics.positions import NUM_RANGES
 from tests import zoo
 from tests.doors import (
     SEQ_LEN,
@@ -216,64 +216,6 @@ def record(view: BatchView, site: Site, seen: SiteStats) -> SiteStats:
     recorder.record(site, seen)
     recorder.end_batch()
     return recorder.stats()[site]
-
-
-def expect(rows: np.ndarray, found: SiteStats) -> None:
-    """Compare with loops: `rows` [N, C] are magnitudes, by token."""
-    starts = [*RANGE_STARTS, 1 << 60]
-    by_place = np.zeros(NUM_RANGES)
-    for place, row in enumerate(rows):
-        span = next(i for i in range(NUM_RANGES) if starts[i] <= place < starts[i + 1])
-        by_place[span] = max(by_place[span], row.max())
-    assert found.positions is not None
-    assert found.positions.tolist() == pytest.approx(by_place.tolist())
-    assert found.amax.tolist() == pytest.approx(rows.max(0).tolist())
-    assert found.sequences is not None
-    assert found.sequences.tolist() == pytest.approx([rows.max()])
-
-
-@pytest.mark.parametrize("length", [60, 513, 1100])
-def test_heads_inputs_and_experts(length: int) -> None:
-    """Beyond 512 and 1,024 tokens there are several ranges of positions."""
-    rng = np.random.default_rng(length)
-    view = BatchView(shape=(1, length), lengths=(length,), first=0)
-    heads = torch.from_numpy(rng.standard_normal((1, _HEADS, length, _WIDTH), np.float32))
-    found = record(view, _SITE, reduce_tokens(view, heads, _HEADS, 1))
-    expect(heads[0].abs().amax(-1).T.numpy(), found)
-
-    x = torch.from_numpy(rng.standard_normal((1, length, 6), np.float32))
-    found = record(view, _SITE, observe_input(view, _SITE, x))
-    expect(x[0].abs().numpy(), found)
-
-    index = torch.from_numpy(np.stack([rng.permutation(_EXPERTS)[:_CHOSEN] for _ in range(length)]))
-    found = record(view, _SITE, observe_expert_input(view, _SITE, x[0], index, _EXPERTS))
-    expect(x[0].abs().numpy(), found)
-
-    order = torch.sort(index.flatten()).indices
-    routed = torch.from_numpy(rng.standard_normal((length * _CHOSEN, 6), np.float32))
-    found = record(view, _SITE, observe_expert_down(view, routed[order], index, _EXPERTS, 3))
-    by_token = routed.view(length, _CHOSEN, 6).abs().amax(1).numpy()
-    expect(by_token, found)
-
-
-def test_rows_of_padding_do_not_count() -> None:
-    rng = np.random.default_rng(0)
-    view = BatchView(shape=(2, 7), lengths=(7, 4), first=0)
-    x = torch.from_numpy(rng.standard_normal((2, 7, 6), np.float32))
-    x[1, 4:] = 100
-    kept = torch.cat([x[0], x[1, :4]]).abs()
-    index = torch.zeros(14, 1, dtype=torch.int64)
-    for seen in (
-        observe_input(view, _SITE, x),
-        observe_expert_input(view, _SITE, x.flatten(0, 1), index, 1),
-    ):
-        found = record(view, _SITE, seen)
-        assert found.amax.tolist() == pytest.approx(kept.amax(0).tolist())
-        assert found.positions is not None
-        assert float(found.positions[0]) == pytest.approx(float(kept.max()))
-        assert found.sequences is not None
-        expected = [float(x[0].abs().max()), float(x[1, :4].abs().max())]
-        assert found.sequences.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("lengths", [(600, 600, 600), (600, 9, 513)])
