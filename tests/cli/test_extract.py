@@ -17,6 +17,8 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.model.geometry_from_config import read_geometry
+from tests import zoo
+from tests.cli import quantized_sources as sources
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, snapshot, succeed
 from tests.cli.quantized_children import (
@@ -29,7 +31,7 @@ from tests.cli.quantized_children import (
     change_norm,
     save_child,
 )
-from tests.cli.quantized_sources import ATTENTION
+from tests.cli.quantized_sources import ATTENTION, K
 from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import WEIGHTS, change_config, change_tensors
 
@@ -335,3 +337,18 @@ def test_projections_that_cannot_be_decoded_are_named(
     (warning,) = graft(calibrated, child, tmp_path / "out")["warnings"]
     assert "its linears were not all compared" in warning
     assert "transform_config rotates" in warning
+
+
+def test_force_replaces_a_checkpoint_and_refuses_strangers(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    source = sources.save_source("modelopt", tmp_path / "q")
+    command = name_command(source, tmp_path / "model", tmp_path / "out")
+    succeed(*command)
+    assert "--force" in fail(2, *command)
+    succeed(*command, "--force", "--fp8-dtype", "e4m3fnuz")
+    written = stored_scales(tmp_path / "out")
+    assert [written[layer, "k"] for layer in range(2)] == [2 * number for number in K]
+    (tmp_path / "out" / "mine").touch()
+    before = snapshot(tmp_path)
+    assert "mine" in fail(2, *command, "--force")
+    assert snapshot(tmp_path) == before

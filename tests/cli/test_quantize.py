@@ -104,6 +104,23 @@ def read_measurements(folder: Path) -> list[dict[str, str]]:
     return found
 
 
+def test_a_finished_output_is_left_alone_by_resume(model: Path, tmp_path: Path) -> None:
+    command = ("quantize", model, "--scheme", "w8a16", "--out", tmp_path / "out")
+    first = succeed(*command, "--json").json
+    before = snapshot(tmp_path)
+    again = succeed(*command, "--resume", "--json")
+    assert "finished already" in again.err
+    assert again.json["files"] == first["files"]
+    assert snapshot(tmp_path) == before
+    assert "not empty" in fail(2, *command)
+    dynamic = ("--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    assert "not empty" in fail(2, "quantize", model, *dynamic, "--resume")
+    # other patterns give tensors of the same shapes
+    succeed("quantize", model, *dynamic, "--layer-scheme", "*.o_proj=w8a16", "--force")
+    other = (*dynamic, "--layer-scheme", "*.down_proj=w8a16", "--resume")
+    assert "not empty" in fail(2, "quantize", model, *other)
+
+
 CALIBRATE = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--recipe", "w8a8-static")
 
 

@@ -112,6 +112,17 @@ def emulate_scheme(
 ) -> Candidate:
     """Ask the product what an engine makes of a plan of one scheme."""
     settings = PlanSettings(scheme=scheme, dialect=COMPRESSED_TENSORS)
+    return emulate_plan(subject, settings, numerics, stats=stats)
+
+
+def emulate_plan(
+    subject: Subject,
+    settings: PlanSettings,
+    numerics: Numerics,
+    *,
+    stats: RunStats | None = None,
+) -> Candidate:
+    """Ask the product what an engine makes of what `quantize` would write."""
     return emulate_planned(
         settings,
         subject.selection,

@@ -3,6 +3,7 @@
 The emulated model is saved by transformers, which names and splits tensors as the source's file.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,34 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
-from fp8calib.numerics.schemes import SCHEMES
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.numerics.schemes import SCHEMES, Granularity
+from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.plan import make_plan
+from fp8calib.quantization.settings import PlanSettings
+from fp8calib.quantization.write import write_checkpoint
 from fp8calib.verification.emulation.weights import changed_weights
 from tests import zoo
 from tests.architectures import families
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
+from tests.doors import make_plan as plan_data
+from tests.doors import run_calibration
 from tests.kit.minutes import in_minutes, takes_minutes
 from tests.quantization.by_hand import run
-from tests.verification.by_hand import Subject, emulate_scheme, opened
+from tests.verification.by_hand import (
+    Subject,
+    emulate_checkpoint,
+    emulate_plan,
+    emulate_scheme,
+    hold_weights,
+    opened,
+)
+from tests.zoo import draw
 
 _INDEXER = {**zoo.ZOO["deepseek_v3"], "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 MODELS: dict[str, dict[str, Any]] = {
@@ -115,3 +133,45 @@ def test_a_scheme_has_the_divergence_of_its_checkpoint(
     emulated, stored = measure(*asked), measure("--scales", tmp_path / "q")
     assert emulated > 1e-6
     assert emulated == pytest.approx(stored, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm", "sglang"])
+def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
+    engine: str, tmp_path: Path
+) -> None:
+    """Scales of blocks are powers of two here, and per-tensor scales are those of fused groups."""
+    choice = {"*.o_proj": "fp8-static", "*.qkv_proj": "w8a16", "*layers.1.mlp*": "fp8-block"}
+    sizes = {"hidden_size": 256, "intermediate_size": 384}
+    numerics = find_emulated(engine)[1]
+    with opened(zoo.build("phi3", **sizes), tmp_path / "m") as subject:
+        stats = run_calibration(tmp_path / "m", plan_data(draw([20])))[1]
+        by_pattern = {
+            pattern: replace(SCHEMES[name], has_power_of_two_scales=name == "fp8-block")
+            for pattern, name in choice.items()
+        }
+        settings = PlanSettings(
+            scheme=SCHEMES["fp8-dynamic"], by_pattern=by_pattern, dialect=COMPRESSED_TENSORS
+        )
+        with Checkpoint.open(tmp_path / "m") as checkpoint:
+            scales = find_scales(stats, checkpoint, settings, subject.selection)
+            plan = make_plan(checkpoint, settings, subject.selection, scales=scales)
+            write_checkpoint(
+                checkpoint, plan, tmp_path / "q", device=torch.device("cpu"), advance=lambda _: None
+            )
+        planned = emulate_plan(subject, plan.settings, numerics, stats=stats)
+        with Fp8Checkpoint.open(
+            tmp_path / "q",
+            fuse=numerics.fused_share_scales,
+            through_float16=numerics.weights_through_float16,
+        ) as written:
+            stored = emulate_checkpoint(subject, written, numerics)
+            found, expected = hold_weights(subject, planned), hold_weights(subject, stored)
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+    assert planned.quantizers.keys() == stored.quantizers.keys()
+    for site, quantizer in planned.quantizers.items():
+        assert quantizer.is_same(stored.quantizers[site]), site
+    scales = [quantizer.scale for quantizer in planned.quantizers.values()]
+    dynamic = {each for each in scales if isinstance(each, Granularity)}
+    assert dynamic == {Granularity.TOKEN, Granularity.GROUP}
+    assert sum(isinstance(each, torch.Tensor) for each in scales) == 2
