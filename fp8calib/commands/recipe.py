@@ -40,7 +40,7 @@ from fp8calib.commands.run_options import (
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, first_line, join_or
-from fp8calib.formats.registry import find_dialect, list_written_dialects
+from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, find_scheme, name_mixed
@@ -319,7 +319,7 @@ def check_query(recipe: Recipe) -> None:
     """Refuse q scales where no format that is written can hold them."""
     is_stored = any(find_dialect(name).has_query for name in recipe.formats)
     if recipe.query_scale is True and recipe.formats and not is_stored:
-        able = join_or([each.name for each in list_written_dialects() if each.has_query])
+        able = join_or([name for name in list_format_names() if find_dialect(name).has_query])
         raise UsageError(
             f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
             hint=f"add --format {able}, or leave out --query-scale",

@@ -206,7 +206,7 @@ class Dialect:
     """The FP8 formats that its scales can be for. A single one need not be named in the file."""
     requires_dtype: bool = False
     """A file must name the FP8 format."""
-    scale_suffixes: tuple[str, ...] = ("_scale",)
+    scale_suffixes: tuple[str, ...] = ("_scale", "_scale_inv", ".scale")
     """Endings of the names of its scale tensors, including scales of weights and inputs."""
     json_keys: tuple[str, ...] = ()
     """Keys that identify its JSON files; the first is at the top level."""

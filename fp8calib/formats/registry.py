@@ -30,11 +30,6 @@ def register_dialect(dialect: Dialect) -> None:
     _dialects[dialect.name] = dialect
 
 
-def list_written_dialects() -> tuple[Dialect, ...]:
-    """List the dialects that can be written: the formats of `--format`."""
-    return tuple(dialect for dialect in _dialects.values() if dialect.write is not None)
-
-
 def list_read() -> tuple[Dialect, ...]:
     """List the dialects that can be read, in the order of recognition."""
     return tuple(each for each in reversed(_dialects.values()) if each.recognise is not None)

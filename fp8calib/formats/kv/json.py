@@ -124,7 +124,6 @@ VLLM_JSON = Dialect(
     recognise=lambda files: any("kv_cache" in document for document in files.documents.values()),
     read=_read,
     requires_dtype=True,
-    scale_suffixes=(),
     json_keys=("kv_cache", "scaling_factor"),
     per_tp=True,
     joins_kv=True,

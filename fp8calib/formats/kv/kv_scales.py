@@ -125,7 +125,6 @@ COMPRESSED_TENSORS_KV = Dialect(
     recognise=partial(_is_of_tool, "compressed-tensors", None),
     read=read_kv_scales,
     formats=(E4M3FN,),
-    scale_suffixes=("_scale", ".scale"),
 )
 AUTOFP8_KV = Dialect(
     name="autofp8",
@@ -133,7 +132,6 @@ AUTOFP8_KV = Dialect(
     recognise=partial(_is_of_tool, "fp8", None),
     read=read_kv_scales,
     formats=(E4M3FN,),
-    scale_suffixes=("_scale", "_scale_inv"),
 )
 QUARK_KV = Dialect(
     name="quark",

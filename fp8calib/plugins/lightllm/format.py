@@ -160,7 +160,6 @@ LIGHTLLM = Dialect(
     recognise=_recognise,
     read=_read,
     formats=(E4M3FN,),
-    scale_suffixes=(),
     json_keys=("quant_type", "scales_shape"),
     find_misfit=find_misfit,
 )
