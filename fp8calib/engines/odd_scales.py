@@ -21,7 +21,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.replay.verdicts import EngineReport, Slot
 from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges, shorten
-from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_weight_scales
 from fp8calib.model.geometry import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 
@@ -301,7 +301,6 @@ def list_scales(
     """List the scales of FP8 weights and of their inputs: role, name and the weight's name."""
     for weight, entry in tensors.items():
         if entry.dtype in WEIGHT_FORMATS:
-            companions = name_companions(weight)
-            names = {Role.WEIGHT: companions.scales, Role.INPUT: companions.input_scales}
-            for role, each in names.items():
-                yield from ((role, name, weight) for name in each if name in largest)
+            for role in (Role.WEIGHT, Role.INPUT):
+                names = name_weight_scales(weight, of_inputs=role is Role.INPUT)
+                yield from ((role, name, weight) for name in names if name in largest)

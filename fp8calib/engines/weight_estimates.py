@@ -14,7 +14,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Slot
 from fp8calib.engines.scale_mistakes import Reach
 from fp8calib.engines.weights.layers import PLAIN_DTYPES
-from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_weight_scales
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.numerics.arrays import decode_floats
 
@@ -127,7 +127,7 @@ def _read(
     entry = weights.tensors.get(name)
     if entry is None or entry.dtype in PLAIN_DTYPES:
         return None if entry is None else weights.read_floats(name)
-    scales = [each for each in name_companions(name).scales if each in weights.tensors]
+    scales = [each for each in name_weight_scales(name) if each in weights.tensors]
     is_matrix = len(entry.shape) == 2 and bool(entry.size_bytes)
     if entry.dtype not in WEIGHT_FORMATS or not is_matrix or len(scales) != 1:
         return None

@@ -42,7 +42,7 @@ from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
     is_companion,
     is_linear_scale,
-    name_companions,
+    name_weight_scales,
 )
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import KV_ROLES, Attention, ModelGeometry
@@ -272,7 +272,7 @@ class _Report:
         if len(entry.shape) < 2 or is_companion(name):
             return
         module = name.removesuffix(".weight")
-        beside = (*name_companions(name).scales, *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
+        beside = (*name_weight_scales(name), *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
         scale = next((each for each in beside if each in self._stored), "")
         if entry.dtype in WEIGHT_FORMATS and not scale:
             yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
@@ -313,7 +313,7 @@ class _Report:
         for name in sorted(numbers):
             if name.endswith(".weight_global_scale"):
                 yield f"{shorten(name)} is left out: transformers joins experts without it"
-            scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
+            scales = [numbers[each] for each in name_weight_scales(name) if each in numbers]
             if scales and scales[0] != numbers[name]:
                 counts = f"{len(numbers[name])} experts and {len(scales[0])} scales"
                 yield f"{shorten(name)} has {counts}, which transformers gives to the first ones"

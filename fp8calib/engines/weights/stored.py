@@ -26,7 +26,7 @@ from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.formats.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
-from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_weight_scales
 from fp8calib.formats.kv.overlay import make_quantization_config
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import ModelGeometry
@@ -175,7 +175,7 @@ class OpenedWeights:
         scales = {
             name: scheme.weights
             for module, scheme in self.schemes.items()
-            for name in name_companions(f"{module}.{WEIGHT}").scales
+            for name in name_weight_scales(f"{module}.{WEIGHT}")
             if name in self.tensors
         }
         self.dialect = refine_dialect(dialect, scales).name
@@ -204,7 +204,7 @@ class OpenedWeights:
         by_file: dict[str, list[str]] = defaultdict(list)
         _, _, largest = self.values
         for module in (each for each, scheme in self.schemes.items() if not scheme.is_mx):
-            for name in name_companions(f"{module}.{WEIGHT}").scales:
+            for name in name_weight_scales(f"{module}.{WEIGHT}"):
                 if name in largest:
                     weights[name] = f"{module}.{WEIGHT}"
                     by_file[self.located[name][0]].append(name)

@@ -75,13 +75,12 @@ class Fp8Checkpoint(Checkpoint):
         super().__init__(stored.folder, files=stored.files, index=stored.index)
         self._checkpoint = stored  # with its codes and scales
         dialect, find_scheme = load_finder(self.folder, self.load_config())
-        self._weights, zero_points = pair_tensors(stored, find_scheme)
-        parts = {part for each in self._weights.values() for part in each.companions}
+        self._weights, companions = pair_tensors(stored, find_scheme)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
             {
                 n: TensorEntry("F32", e.shape, 0, 4 * prod(e.shape)) if n in self._weights else e
                 for n, e in stored.tensors.items()
-                if n not in parts and not is_companion(n)
+                if n not in companions and not is_companion(n)
             }
         )
         self.quantized = frozenset(self._weights)
@@ -93,8 +92,8 @@ class Fp8Checkpoint(Checkpoint):
                 raise contradiction(self.folder / CONFIG_NAME, fault)
         self.dialect = refine_dialect(dialect, scales)
         self.origin = find_origin(self.folder, self.files)
-        for name in zero_points:
-            if stored.read(name).to(torch.float32).any():
+        for name in sorted(companions):
+            if name.endswith("zero_point") and stored.read(name).to(torch.float32).any():
                 hint = "FP8 is symmetric; engines ignore zero points"
                 raise refusal(self.file_of(name), f"{name} is not zero", hint=hint)
         # a weight is read in many parts, by several threads
@@ -165,7 +164,7 @@ class Fp8Checkpoint(Checkpoint):
 
     def _name_group(self, name: str) -> str:
         """Name the weight that engines load an FP8 weight into."""
-        return name_fused_group(self._weights[name].module)
+        return name_fused_group(name.removesuffix(".weight"))
 
     def _dequantize(self, name: str, codes: torch.Tensor, start: int) -> torch.Tensor:
         """Dequantize the rows from `start` on; fused weights are rounded again."""

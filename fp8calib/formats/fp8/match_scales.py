@@ -14,11 +14,11 @@ from fp8calib.errors import ModelError, cut_list, refusal
 from fp8calib.formats.fp8.quantization_config import FindScheme, StoredScheme, contradiction
 from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
-    Companions,
     is_companion,
     is_linear_scale,
     list_scale_shapes,
     name_companions,
+    name_weight_scales,
 )
 from fp8calib.numerics.schemes import InputScaling
 
@@ -32,14 +32,10 @@ EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
 class Fp8Weight:
     """An FP8 weight, its scheme in the config, and the names of its scales."""
 
-    module: str
-    """Path of the linear; for stacked experts, of the parameter."""
     shape: tuple[int, ...]
     """[out, in]; for stacked experts [experts, ., .]."""
     scale_name: str
     input_scale_name: str | None
-    companions: Collection[str]
-    """All names that its scales and zero points may have."""
     scheme: StoredScheme
 
 
@@ -60,29 +56,28 @@ def is_fp8_checkpoint(folder: Path) -> bool:
 
 def pair_tensors(
     checkpoint: Checkpoint, find_scheme: FindScheme
-) -> tuple[dict[str, Fp8Weight], list[str]]:
+) -> tuple[dict[str, Fp8Weight], set[str]]:
     """Find the FP8 weights, and check their scales against their shapes and the config.
 
     Returns:
-        The weights by name, and the names of their zero points.
+        The weights by name, and the names of all their scales and zero points.
     """
-    names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
-    dtypes = {checkpoint.tensors[name].dtype: name for name in names}
+    tensors = checkpoint.tensors
+    names = _list_weights(tensors)
+    dtypes = {tensors[name].dtype: name for name in names}
     if len(dtypes) != 1 or not dtypes.keys() <= WEIGHT_FORMATS.keys():
         found = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
         fault = f"the FP8 weights are not of one known dtype: {found}"
         hint = f"they must be {' or '.join(WEIGHT_FORMATS)}"
         raise refusal(checkpoint.folder, fault if names else "there are no FP8 weights", hint=hint)
-    schemes = {name: find_scheme(own.module) for name, own in names.items()}
-    weights = {n: _pair_weight(checkpoint, n, own, schemes[n]) for n, own in names.items()}
-    paired = {part for weight in weights.values() for part in weight.companions}
-    orphans = [name for name in checkpoint.tensors if is_linear_scale(name) and name not in paired]
-    if orphans:
+    schemes = {name: find_scheme(name.removesuffix(".weight")) for name in names}
+    weights = {name: _pair_weight(checkpoint, name, scheme) for name, scheme in schemes.items()}
+    companions = {each for name in names for each in name_companions(name) if each in tensors}
+    if orphans := [name for name in tensors if is_linear_scale(name) and name not in companions]:
         fault = f"scales without an FP8 weight: {cut_list(orphans)}"
         hint = "their weights have another dtype (INT4, FP4), or are missing"
         raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)
-    zero_points = (part for own in names.values() for part in own.zero_points)
-    return weights, [part for part in zero_points if part in checkpoint.tensors]
+    return weights, companions
 
 
 def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -96,9 +91,7 @@ def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
     ]
 
 
-def _pair_weight(
-    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
-) -> Fp8Weight:
+def _pair_weight(checkpoint: Checkpoint, name: str, scheme: StoredScheme) -> Fp8Weight:
     shape = checkpoint.tensors[name].shape
     if len(shape) not in (2, 3) or 0 in shape:
         fault = f"{name} is FP8 of shape {list(shape)}"
@@ -106,28 +99,19 @@ def _pair_weight(
         raise refusal(checkpoint.file_of(name), fault, hint=hint)
     dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
     needs = f"{name} is FP8"
-    scale_name = _find_scale(checkpoint, name, names.scales, dtypes, needs) or ""
+    scale_name = _find_scale(checkpoint, name, name_weight_scales(name), dtypes, needs) or ""
     _check_shape(checkpoint, name, scale_name, scheme)
-    needs = f"the inputs of {names.module} are static"
     is_static = scheme.inputs is InputScaling.STATIC
-    candidates = names.input_scales
-    input_name = _find_scale(
-        checkpoint, name, candidates, _SCALE_DTYPES, needs if is_static else ""
-    )
+    needs = f"the inputs of {name.removesuffix('.weight')} are static" if is_static else ""
+    candidates = name_weight_scales(name, of_inputs=True)
+    input_name = _find_scale(checkpoint, name, candidates, _SCALE_DTYPES, needs)
     if input_name is not None:
-        shape = checkpoint.tensors[input_name].shape
-        if not is_static or shape not in ((), (1,)):
+        input_shape = checkpoint.tensors[input_name].shape
+        if not is_static or input_shape not in ((), (1,)):
             says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
-            fault = f"there is {input_name} of shape {list(shape)}, but {says}"
+            fault = f"there is {input_name} of shape {list(input_shape)}, but {says}"
             raise contradiction(checkpoint.file_of(input_name), fault)
-    return Fp8Weight(
-        module=names.module,
-        shape=checkpoint.tensors[name].shape,
-        scale_name=scale_name,
-        input_scale_name=input_name,
-        companions=(*names.scales, *names.input_scales, *names.zero_points),
-        scheme=scheme,
-    )
+    return Fp8Weight(shape=shape, scale_name=scale_name, input_scale_name=input_name, scheme=scheme)
 
 
 def _find_scale(

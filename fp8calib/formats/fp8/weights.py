@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from fp8calib.formats.fp8.registry import list_scale_names
 from fp8calib.formats.kv.parse_names import parse_name
@@ -20,34 +19,28 @@ _ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 _OUTPUT_SCALES = ("output_scale", "prob_output_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class Companions:
-    """The names that scales and zero points of an FP8 weight may have."""
-
-    module: str
-    scales: tuple[str, ...]
-    input_scales: tuple[str, ...]
-    zero_points: tuple[str, ...]
-
-
-def name_companions(name: str) -> Companions:
-    """Name the scales and zero points that the FP8 weight `name` may have.
+def name_weight_scales(name: str, *, of_inputs: bool = False) -> tuple[str, ...]:
+    """Name the scales that the FP8 weight `name` may have, or those of its input.
 
     A linear has `X.weight_scale` for `X.weight`. A stacked parameter `X` has `X_scale_inv`
     (transformers), `X_scale` (fbgemm) or `X_weight_scale` (ModelOpt).
     """
-    is_linear = name.endswith(".weight")
-    module = name.removesuffix(".weight")
-    start = f"{module}." if is_linear else f"{module}_"
-    scales = list_scale_names()
-    if not is_linear:
-        scales = (*scales, *(suffix.removeprefix("weight_") for suffix in scales))
-    return Companions(
-        module,
-        scales=tuple(start + suffix for suffix in scales),
-        input_scales=tuple(start + suffix for suffix in list_scale_names(of_inputs=True)),
-        zero_points=tuple(start + suffix for suffix in _ZERO_POINTS),
-    )
+    suffixes = list_scale_names(of_inputs=of_inputs)
+    if name.endswith(".weight") or of_inputs:
+        return _name_beside(name, suffixes)
+    short = tuple(suffix.removeprefix("weight_") for suffix in suffixes)
+    return _name_beside(name, (*suffixes, *short))
+
+
+def name_companions(name: str) -> tuple[str, ...]:
+    """Name all scales and zero points that the FP8 weight `name` and its input may have."""
+    scales = (*name_weight_scales(name), *name_weight_scales(name, of_inputs=True))
+    return (*scales, *_name_beside(name, _ZERO_POINTS))
+
+
+def _name_beside(name: str, suffixes: Iterable[str]) -> tuple[str, ...]:
+    start = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+    return tuple(f"{start}{suffix}" for suffix in suffixes)
 
 
 def is_companion(name: str) -> bool:
