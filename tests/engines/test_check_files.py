@@ -36,7 +36,7 @@ K = "model.layers.0.self_attn.k_scale"
 
 
 _BOUNDED = settings(
-    max_examples=250 if HAS_MINUTES else 60,
+    max_examples=250 if HAS_MINUTES else 30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -18,13 +18,13 @@ import fp8calib
 from fp8calib.quantization import ignored
 from tests.cli.program import run, succeed
 from tests.doors import as_bytes, opened
-from tests.kit.minutes import in_minutes
+from tests.kit.minutes import HAS_MINUTES, in_minutes
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 from tests.truth.test_media import plan_of
 from tests.verification.test_media import rows, streamed
 
-_KINDS = ["gemma3", "idefics3", "qwen2_audio", "qwen2_vl"]
+_KINDS = ["gemma3", "qwen2_audio", *(["idefics3", "qwen2_vl"] if HAS_MINUTES else [])]
 _OPTIONS = {"pack": False, "dtype": "float32", "seq_len": 512}
 
 

@@ -14,10 +14,11 @@ from transformers import AutoModelForMultimodalLM
 
 import fp8calib
 from fp8calib.verification import verify
+from tests.kit.minutes import HAS_MINUTES
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 
-_KINDS = ["gemma3", "idefics3", "qwen2_audio", "qwen2_vl"]
+_KINDS = ["gemma3", "qwen2_audio", *(["idefics3", "qwen2_vl"] if HAS_MINUTES else [])]
 
 
 @pytest.fixture(autouse=True)
