@@ -17,7 +17,7 @@ from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.calibration_stats import SiteStats, join
 from fp8calib.calibration.kernel_trial import agree
 from fp8calib.model.geometry import Role, Site
-from tests.kit.minutes import HAS_MINUTES
+from tests.kit.minutes import HAS_MINUTES, takes_minutes
 
 kernels: Any = pytest.importorskip(
     "fp8calib.calibration.kernels", reason="Triton is in the extra `test`"
@@ -200,6 +200,7 @@ def test_a_kernel_is_not_given_up_where_memory_runs_out(monkeypatch: pytest.Monk
         agree(*trial)
 
 
+@takes_minutes
 def test_kernels_compile_for_gpus() -> None:
     """The interpreter accepts more than the compiler."""
     done = subprocess.run(

@@ -33,6 +33,7 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS, ROOT, compare_generated, make_table
 from tests.formats.foreign import FOLDER, find_geometry
+from tests.kit.minutes import takes_minutes
 
 MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
@@ -333,6 +334,7 @@ def test_the_page_lists_the_engines_that_were_only_read() -> None:
     compare_page("reference.md", "engines only read", show_only_read())
 
 
+@takes_minutes
 def test_the_page_says_what_conversions_lose(cells: Cells) -> None:
     compare_page("reference.md", "conversions", show_conversions(cells))
 
@@ -349,6 +351,7 @@ def test_what_is_called_run_stands_in_the_test_of_that_engine() -> None:
         assert words in (ROOT / "tests" / file).read_text(), form
 
 
+@takes_minutes
 def test_the_program_says_every_loss_and_no_other(cells: Cells) -> None:
     for name, row in cells.items():
         for writer, cell in row.items():

@@ -13,6 +13,7 @@ import fp8calib
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from tests import zoo
+from tests.kit.minutes import in_minutes
 from tests.kit.pictures import assert_unchanged, take
 
 ROWS = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(6)]
@@ -63,7 +64,8 @@ def measure_plain(measure: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "part", ["layers", "self_attn", "mlp", "model", "wrapped layers", "wrapped self_attn"]
+    "part",
+    ["layers", "self_attn", "wrapped layers", *in_minutes("mlp", "model", "wrapped self_attn")],
 )
 def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
     """Hooks see q and the inputs of linears, and the model is compiled afterwards as before."""
