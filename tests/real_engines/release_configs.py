@@ -9,15 +9,12 @@ import builtins
 import contextlib
 import json
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +35,7 @@ from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.schemes import InputScaling
 from tests.real_engines.package import Package, execute
+from tests.real_engines.stubs import Names, answer_imports
 
 LAYER = "model.layers.0"
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -72,36 +70,6 @@ class Layer:
     """Any layer; `LinearBase` and others are subclasses."""
 
 
-class Marker:
-    """A class that is not there: an object that knows what it was looked up as, and called with."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.arguments: Mapping[str, Any] = {}
-
-    def __call__(self, *_: object, **arguments: Any) -> Any:  # noqa: D102 -- the class says it
-        made = Marker(self.name)
-        made.arguments = arguments
-        return made
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Marker(f"{self.name}.{name}")
-
-    def __getitem__(self, _: object) -> Any:
-        return self
-
-    def __or__(self, _: object) -> Any:
-        return self
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 _ATTRIBUTES = {
     **dict.fromkeys(("moe_config", "use_triton_kernels", "use_flashinfer_trtllm_moe")),
     "layer_name": f"{LAYER}.mlp.experts",
@@ -124,31 +92,6 @@ def _make_layers() -> dict[str, type]:
 _LAYERS = _make_layers()
 
 
-class _Modules(MetaPathFinder, Loader):
-    """Answers the imports inside functions with what the files define, or with markers."""
-
-    def __init__(self, space: Mapping[str, Any]) -> None:
-        self._space = space
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        is_engine = name.partition(".")[0] in ("vllm", "sglang")
-        return ModuleSpec(name, self, is_package=True) if is_engine else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__getattr__ = lambda name: self._space[name]
-        module.__file__ = None  # hypothesis reads that of every module
-        return module
-
-    def exec_module(self, _: ModuleType) -> None:
-        return None
-
-
-class _Space(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name) if hasattr(builtins, name) else Marker(name)
-
-
 class ReleaseConfigs:
     """The config classes of a release.
 
@@ -159,7 +102,7 @@ class ReleaseConfigs:
 
     def __init__(self, files: Iterable[str], experts: str = "FusedMoE") -> None:
         self._experts = experts
-        self._space = _Space(
+        self._space = Names(
             **{**_LAYERS, "RoutedExperts": _LAYERS[experts]},
             QuantizationConfig=type("QuantizationConfig", (), dict(_CONFIG_METHODS)),
             CompressionFormat=CompressionFormat,
@@ -178,7 +121,7 @@ class ReleaseConfigs:
             re=re,
             torch=torch,
             suppress=contextlib.suppress,
-            __builtins__=_Space(vars(builtins)),
+            __builtins__=Names(**vars(builtins)),  # where bodies of classes look
             __name__="vllm.release.module",
             __package__="vllm.release",
         )
@@ -211,23 +154,19 @@ class ReleaseConfigs:
         """
         kind = PATHS[path]
         layer = _LAYERS[self._experts if kind == "FusedMoE" else kind]()
-        finder = _Modules(self._space)
-        sys.meta_path.insert(0, finder)
+        cls = self._space[config]
+        cls._check_scheme_supported = lambda *_, match_exact=False, **__: not match_exact
         try:
-            cls = self._space[config]
-            cls._check_scheme_supported = lambda *_, match_exact=False, **__: not match_exact
-            made = cls.from_config(json.loads(json.dumps(section)))
-            for name, value in attributes.items():
-                setattr(made, name, value)
-            method = made.get_quant_method(layer, path)
+            with answer_imports(self._space.__getitem__):
+                made = cls.from_config(json.loads(json.dumps(section)))
+                vars(made).update(attributes)
+                method = made.get_quant_method(layer, path)
         except AttributeError as error:
             if "NoneType" not in str(error):
                 raise
             return "refused"
         except _ERRORS:
             return "refused"
-        finally:
-            sys.meta_path.remove(finder)
         return _describe(method, layer)
 
 
@@ -255,18 +194,16 @@ _CONFIG_METHODS: Mapping[str, Any] = {
 def _describe(method: Any, layer: Any) -> str:
     if method is None:
         return "refused" if isinstance(layer, _LAYERS["LinearBase"]) else "unquantized"
-    if "Unquantized" in method.name:
-        is_wrong = method.name == "UnquantizedLinearMethod" and isinstance(
-            layer, _LAYERS["FusedMoE"]
-        )
+    if "Unquantized" in method.stub_name:
+        is_linear = method.stub_name == "UnquantizedLinearMethod"
+        is_wrong = is_linear and isinstance(layer, _LAYERS["FusedMoE"])
         return "refused" if is_wrong else "unquantized"
     scheme = vars(layer).get("scheme", method)
-    if "CompressedTensors" not in scheme.name:
-        return "quantized"
-    if "WNA16" in scheme.name:
+    name = scheme.stub_name
+    if "CompressedTensors" in name and "WNA16" in name:
         return "refused"
-    is_alone = "W8A16" in scheme.name and not scheme.arguments.get("is_static_input_scheme")
-    return "alone" if is_alone else "quantized"
+    is_static = scheme.stub_arguments.get("is_static_input_scheme")
+    return "alone" if "CompressedTensorsW8A16" in name and not is_static else "quantized"
 
 
 def make_group(path: str, state: str) -> LinearGroup:
@@ -359,10 +296,8 @@ _VLLM_MODULES = (
 _VLLM_OWN = {
     "CompressedTensorsConfig": f"{_VLLM}compressed_tensors/compressed_tensors.py",
     "Fp8Config": f"{_VLLM}fp8.py",
-    "ModelOptFp8Config": f"{_VLLM}modelopt.py",
-    "ModelOptMxFp8Config": f"{_VLLM}modelopt.py",
-    "ModelOptMixedPrecisionConfig": f"{_VLLM}modelopt.py",
 }
+"""The file of a class; that of ModelOpt for others."""
 _SGLANG = "sglang/srt/layers/quantization/"
 _SGLANG_MODULES: Mapping[str, tuple[str, ...]] = {
     "CompressedTensorsConfig": tuple(
@@ -370,22 +305,21 @@ _SGLANG_MODULES: Mapping[str, tuple[str, ...]] = {
         for name in ("utils", "compressed_tensors_moe", "compressed_tensors")
     ),
     "Fp8Config": (f"{_SGLANG}utils.py", f"{_SGLANG}fp8.py"),
-    "ModelOptFp8Config": (f"{_SGLANG}utils.py", f"{_SGLANG}modelopt_quant.py"),
-    "ModelOptMixedPrecisionConfig": (f"{_SGLANG}utils.py", f"{_SGLANG}modelopt_quant.py"),
 }
 
 
 def open_vllm_configs(package: Package, name: str) -> ReleaseConfigs:
     """Take a class of configs of vLLM, with what it uses."""
-    files = (*_VLLM_MODULES, _VLLM_OWN[name])
+    files = (*_VLLM_MODULES, _VLLM_OWN.get(name, f"{_VLLM}modelopt.py"))
     texts = (package.read(file) for file in files if package.has(file))
     return ReleaseConfigs(texts, "RoutedExperts")
 
 
 def open_sglang_configs(package: Package, name: str) -> ReleaseConfigs:
     """Take a class of configs of SGLang, with what it uses."""
-    texts = (package.read(file) for file in _SGLANG_MODULES[name] if package.has(file))
-    return ReleaseConfigs(texts)
+    modelopt = (f"{_SGLANG}utils.py", f"{_SGLANG}modelopt_quant.py")
+    files = _SGLANG_MODULES.get(name, modelopt)
+    return ReleaseConfigs(package.read(file) for file in files if package.has(file))
 
 
 def make_group_config(scheme: str, targets: Sequence[str]) -> dict[str, Any]:
