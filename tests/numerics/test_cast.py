@@ -154,6 +154,32 @@ def test_any_fp32_is_rounded_to_the_nearest_as_ml_dtypes_does(
     assert same(round_to_format(torch.tensor([x]), fmt), expected)
 
 
+@pytest.mark.parametrize(
+    ("x", "nearest", "toward_zero"),
+    [
+        (1.0625, 1.0, 1.0),  # a tie between 1.0 and 1.125
+        (1.1875, 1.25, 1.125),  # a tie between 1.125 and 1.25
+        (1.12, 1.125, 1.0),
+        (-1.12, -1.125, -1.0),
+        (2.0**-10, 0.0, 0.0),  # a tie between 0 and the smallest subnormal
+        (-(2.0**-10), -0.0, -0.0),
+        (3 * 2.0**-10, 2.0**-8, 2.0**-9),
+        (0.0167, 0.017578125, 0.015625),  # neighbours 2**-6 and 2**-6 * 1.125
+        (448.0, 448.0, 448.0),
+        (463.9, 448.0, 448.0),
+        (1e30, 448.0, 448.0),
+        (-math.inf, -448.0, -448.0),
+        (-0.0, -0.0, -0.0),
+    ],
+)
+def test_numbers_worked_by_hand_in_e4m3fn(x: float, nearest: float, toward_zero: float) -> None:
+    assert same(round_to_format(torch.tensor([x]), E4M3FN), torch.tensor([nearest]))
+    assert same(
+        round_to_format(torch.tensor([x]), E4M3FN, "toward-zero"),
+        torch.tensor([toward_zero]),
+    )
+
+
 def test_nan_takes_the_code_of_nan() -> None:
     nan = torch.tensor([math.nan])
     codes = [int(encode(nan, fmt)) for fmt in (E4M3FN, E4M3FNUZ, E5M2)]
@@ -261,6 +287,7 @@ def test_blocks_may_have_any_size() -> None:
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def scale(amax: torch.Tensor, *, saturates: bool = False) -> torch.Tensor:
@@ -300,6 +327,29 @@ def test_every_exponent_is_encoded_as_ml_dtypes_does() -> None:
     assert encode_exponents(largest).item() < 255
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_are_those_of_a_division_in_fractions(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    factors = torch.tensor([1.0, 2.0**-12, 1e4, 0.0, 2.0**-24]).repeat_interleave(32)
+    rows = (torch.randn(6, 160, generator=generator) * factors).to(dtype)
+    rows[0, 0], rows[1, 33] = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    rows[2, 96:128] = -0.0
+    scales = scale(block_amax(rows, MX_BLOCK))
+    codes = encode_blocks(rows, scales, MX_BLOCK)
+    assert scales.shape == (6, 5)
+    for row, own, found in zip(rows.tolist(), scales.tolist(), codes.float().tolist(), strict=True):
+        for index, value in enumerate(row):
+            exact = Fraction(value) / Fraction(own[index // 32])
+            nearest = float(np.float64(exact).astype(ml_dtypes.float8_e4m3fn))
+            assert found[index] == nearest
+            assert abs(exact) <= 448
+    for index in range(5):
+        amax = max(
+            abs(Fraction(value)) for value in rows[:, index * 32 : index * 32 + 32][0].tolist()
+        )
+        assert scales[0, index].item() == 2.0 ** find_exponent(amax)
+
+
 def test_compressed_tensors_chooses_the_same_exponents_except_at_the_edge() -> None:
     """It counts an amax of exactly 1.75 times a power of two as too large."""
     amax = torch.rand(4096, generator=torch.Generator().manual_seed(0)).mul(8).bfloat16()
@@ -324,10 +374,45 @@ def test_scales_of_blocks_with_any_number_of_columns() -> None:
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ROUNDED_ULPS = {"cpu": 1, "cuda": 2}
+"""The two sums differ by their order in fp32, which may move a rounding to bfloat16 by one; tensor
+cores keep fewer bits of a sum."""
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def distance_in_ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Count the bfloat16 values between two numbers of equal sign."""
+    assert torch.equal(a.signbit(), b.signbit())
+    return (a.view(torch.int16).int() - b.view(torch.int16).int()).abs()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 300.0])
+def test_a_static_product_differs_by_a_rounding_at_most(device: str, magnitude: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=generator).to(device) * magnitude
+    weight = torch.randn(128, 256, generator=generator).to(device) * 0.05
+    scales = [tensor.abs().max() / 448 for tensor in (x, weight)]
+    theirs = torch._scaled_mm(
+        to_fp8(x, scales[0]),
+        to_fp8(weight, scales[1]).t(),
+        scale_a=scales[0],
+        scale_b=scales[1],
+        out_dtype=torch.bfloat16,
+    )
+    x_fake, weight_fake = (
+        Quantizer(fmt=E4M3FN, scale=scale).fake(tensor).values
+        for tensor, scale in zip((x, weight), scales, strict=True)
+    )
+    ours = (x_fake @ weight_fake.t()).bfloat16()
+    ulps = distance_in_ulps(ours, theirs)
+    # Where a sum all but cancels, its order decides: those are compared with the terms' size.
+    is_small = theirs.abs() < 1e-3 * theirs.abs().max()
+    assert int(ulps[~is_small].max()) <= ROUNDED_ULPS[device]
+    assert float((ulps[~is_small] > 0).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("device", DEVICES)

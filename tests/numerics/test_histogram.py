@@ -44,6 +44,32 @@ def test_every_half_float_falls_where_numpy_puts_it(dtype: torch.dtype) -> None:
     assert count_bins(x).tolist() == count_with_numpy(x).tolist()
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, 0),
+        (-0.0, 0),
+        (2.0**-41, 0),
+        (2.0**-40, 1),
+        (0.5, 313),
+        (1.0, 321),
+        (-1.0, 321),
+        (1.0859375, 321),  # the last bfloat16 below 2 ** (1 / 8) = 1.0905
+        (1.09375, 322),
+        (1.5, 325),  # floor(8 * 0.585) = 4
+        (1.9921875, 328),
+        (1.9999999, 328),  # truncated to bfloat16, not rounded up to 2
+        (2.0, 329),
+        (448.0, 391),  # floor(8 * 8.807) = 70
+        (2.0**23, 505),
+        (2.0**24, 512),
+        (3e38, 512),
+    ],
+)
+def test_a_value_falls_into_the_bin_computed_by_hand(value: float, expected: int) -> None:
+    assert count_bins(torch.tensor([value])).nonzero().tolist() == [[expected]]
+
+
 def test_lower_edges_are_eighths_of_octaves() -> None:
     assert NUM_BINS == 513
     assert lower_edge(0) == 0.0
