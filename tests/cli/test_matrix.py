@@ -24,7 +24,7 @@ from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.read import read_scales
-from fp8calib.formats.registry import list_read, list_written_dialects
+from fp8calib.formats.registry import find_dialect, list_format_names, list_read
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN
@@ -38,7 +38,7 @@ from tests.kit.minutes import takes_minutes
 MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
 NUM_KV_HEADS = 2
-WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written_dialects()}
+WRITERS: Mapping[str, Dialect] = {name: find_dialect(name) for name in list_format_names()}
 ASKED = ("vllm", "sglang", "transformers")
 ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
 STATS = "`stats.safetensors`"

@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -220,11 +222,16 @@ class _Report:
         for name in sorted(name for name in self._unexpected if name.endswith(".bias")):
             module = self._find_module(name.removesuffix(".bias"))
             file = next((file for file in self._files if name in self._folder.tensors[file]), None)
-            if file is None or getattr(module, "weight", None) is None:
+            weight = getattr(module, "weight", None)
+            if file is None or weight is None:
                 continue
-            with TensorFile(self._folder.path / file) as opened:
-                if opened.read_floats(name).any():
-                    yield f"{shorten(name)} is left out: its module has no bias by config.json"
+            is_its_own = self._folder.tensors[file][name].shape == tuple(weight.shape[:1])
+            if is_its_own and self._read_floats(file, name).any():
+                yield f"{shorten(name)} is left out: its module has no bias by config.json"
+
+    def _read_floats(self, file: str, name: str) -> NDArray[np.float32]:
+        with TensorFile(self._folder.path / file) as opened:
+            return opened.read_floats(name)
 
     def _list_bad_scales(self) -> Iterator[str]:
         inputs = list_scale_names(of_inputs=True)
@@ -264,7 +271,10 @@ class _Report:
             else:
                 cast = "casts its values to float8_e4m3fn, where those above 448 are NaN"
                 yield f"{text}: transformers {cast}"
-        if self._is_mx and is_linear_scale(name) and entry.dtype not in EXPONENT_DTYPES:
+        if not self._is_mx or not is_linear_scale(name) or entry.dtype in EXPONENT_DTYPES:
+            return
+        # exponents with their bias of 127 are some 100, scales of weights far below 1
+        if not stored.is_floating_point or (self._read_floats(self._read[name], name) > 1).any():
             yield f"{text}: transformers takes its values for scales"
 
     def _list_scaling_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:
