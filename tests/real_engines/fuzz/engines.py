@@ -170,7 +170,8 @@ class TransformersObserver:
         if isinstance(answer, str):
             return Observation(error=answer)
         fault = bytes(answer.pop("fault").tolist()).decode()
-        return Observation(layers=_fill_shared(list_layers(answer), model), weights_fault=fault)
+        layers = _fill_shared(list_layers(answer), original)
+        return Observation(layers=layers, weights_fault=fault)
 
 
 def _fill_shared(layers: dict[int, HeldPair], folder: Path) -> dict[int, HeldPair]:
