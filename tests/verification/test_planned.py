@@ -104,13 +104,14 @@ _BLOCKS = {**_SIZES, "head_dim": 32}
     [
         ("jamba", "fp8-dynamic", {}, "float32"),
         pytest.param("deepseek_v32", "fp8-dynamic", {}, "float32", marks=zoo.NEEDS_5_23),
-        pytest.param("axk2", "fp8-block", {}, "float32", marks=zoo.NEEDS_5_23),
+        pytest.param("axk2", "fp8-block", {}, "float32", marks=[zoo.NEEDS_5_23, takes_minutes]),
         ("gemma3n_text", "w8a16", {}, "float32"),
         ("qwen3_next", "fp8-block", {}, "float32"),
         ("llama", "mxfp8", _SIZES, "bfloat16"),
-        ("llama4_text", "fp8-block", _SIZES, "bfloat16"),
+        pytest.param("llama4_text", "fp8-block", _SIZES, "bfloat16", marks=takes_minutes),
         pytest.param("llama", "mxfp8-a16", _BLOCKS, "float32", marks=takes_minutes),
-        ("mixtral", "mxfp8", _BLOCKS, "float32"),  # experts stored apart; below in stacks
+        # experts stored apart; below in stacks
+        pytest.param("mixtral", "mxfp8", _BLOCKS, "float32", marks=takes_minutes),
         ("llama4_text", "mxfp8", {**_BLOCKS, "intermediate_size_mlp": 96}, "float32"),
     ],
 )
