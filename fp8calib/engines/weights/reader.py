@@ -27,7 +27,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.forms import CompressedGroup
 from fp8calib.engines.weights.linears import LinearGroup
-from fp8calib.errors import ModelError, shorten
+from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.modelopt import read_algorithm
@@ -43,8 +43,12 @@ _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"
 _KNOWN = ("", "compressed-tensors", "fp8")
 """Methods whose config is read here; so is that of `modelopt` with its variants."""
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
-_WRAPPERS = ("model", "language_model", "text_model", "llm")
+_WRAPPERS = ("model", "language_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+"""What transformers renames in models with towers, and engines with it: a config may have either
+name of a linear."""
+_NEVER_RENAMED = "text_model"
+"""Of idefics3 and smolvlm: a config has to use the checkpoint's names (vLLM 0.32.0, run)."""
 _TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
@@ -248,24 +252,13 @@ class LinearReader(ABC):
     def find_entry(
         self, matches: Callable[[str, str], bool], path: str, entries: Collection[str]
     ) -> str | None:
-        """Find the first entry of a list that matches a module's path.
-
-        Whether an entry of a wrapped model matches that spells the path otherwise, the engine's
-        class decides: some rename both (run: vLLM 0.32.0 does not for idefics3).
-        """
-        found, parts = (
-            next((each for each in entries if matches(each, path)), None),
-            path.split("."),
-        )
-        if found is not None or not self._is_wrapped:
-            return found
-        while len(parts) > 1 and parts[0] in _WRAPPERS:
-            del parts[0]
-        spellings = [f"{prefix}{'.'.join(parts)}" for prefix in _PREFIXES]
-        other = next((each for each in entries if any(matches(each, s) for s in spellings)), None)
-        if other is not None:
-            raise Unjudged(f"the config spells the path of {shorten(path)} as {shorten(other)}")
-        return None
+        """Find the first entry of a list that matches a module's path in one of its spellings."""
+        spellings, parts = [path], path.split(".")
+        if self._is_wrapped and _NEVER_RENAMED not in parts[:2]:
+            while len(parts) > 1 and parts[0] in _WRAPPERS:
+                del parts[0]
+            spellings += [f"{prefix}{'.'.join(parts)}" for prefix in _PREFIXES]
+        return next((each for each in entries if any(matches(each, s) for s in spellings)), None)
 
     def find_target(
         self, kind: str, path: str, *ways: str, parts: Sequence[str] = ()
