@@ -293,8 +293,8 @@ class _Report:
         """List scales of blocks that are spread evenly, but blocks are meant otherwise.
 
         transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's
-        size is that of the weight divided by the number of scales. Of MXFP8 it is 32, whatever is
-        stored.
+        size is that of the weight divided by the number of scales. Of MXFP8 it is 32, or a part of
+        that, whatever the config says.
         """
         module, _, leaf = name.rpartition(".")
         weight, scale = self._stored.get(f"{module}.weight"), self._stored[name].shape
@@ -306,7 +306,8 @@ class _Report:
             return
         for size, number, width in zip(weight.shape, scale, block, strict=True):
             is_cut = number > 1 and number == -(-size // width) and bool(size % width)
-            if number * width != size if self._is_mx else is_cut:
+            is_part = 0 not in (size, number) and not (number * width % size or size % number)
+            if not is_part if self._is_mx else is_cut:
                 yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
 
     def _list_joined_faults(self) -> Iterator[str]:
