@@ -113,6 +113,7 @@ POWERS = (BYTES.float() - 127).exp2()
         ("mxfp8", BYTES.to(torch.int8), "is I8: transformers takes its values for scales"),
         ("mxfp8", BYTES.view(torch.float8_e8m0fnu), ""),
         ("mxfp8", POWERS, ""),
+        ("compressed-tensors", BYTES.bfloat16(), ""),
         ("compressed-tensors", POWERS, "is F32: transformers takes its values for exponents"),
         (
             "compressed-tensors",

@@ -261,8 +261,10 @@ class _Report:
         if parameter is None or len(entry.shape) != 2:
             pass
         elif is_float and has_exponents is stored.is_floating_point and not is_packed:
-            kind = "exponents" if has_exponents else "floats"
-            yield f"{text}: transformers takes its values for {kind}"
+            # exponents with their bias of 127 are some 100, scales of weights far below 1
+            if not has_exponents or (self._read_floats(self._read[name], name) <= 1).any():
+                kind = "exponents" if has_exponents else "floats"
+                yield f"{text}: transformers takes its values for {kind}"
         elif stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
             yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
         elif parameter.dtype is torch.float8_e4m3fn and stored is not parameter.dtype:
@@ -273,7 +275,6 @@ class _Report:
                 yield f"{text}: transformers {cast}"
         if not self._is_mx or not is_linear_scale(name) or entry.dtype in EXPONENT_DTYPES:
             return
-        # exponents with their bias of 127 are some 100, scales of weights far below 1
         if not stored.is_floating_point or (self._read_floats(self._read[name], name) > 1).any():
             yield f"{text}: transformers takes its values for scales"
 
