@@ -47,7 +47,12 @@ def estimate_reaches(
     if geometry.model_type in _WEIGHTLESS_NORMS:
         return reaches
     with np.errstate(all="ignore"), _open(folder) as weights:
+        norms = [name for name in weights.tensors if "norm" in name]
         for (layer, attention), role in product(geometry.attentions(), KV_ROLES):
+            path = f"{attention.checkpoint_module}.{role}"
+            beside = (name.removeprefix(path) for name in norms if name.startswith(path))
+            if any("norm" in rest.partition(".")[0] for rest in beside):
+                continue  # K or V is not what the weight gives
             estimated = _estimate(weights, odd_scales, geometry, attention, role)
             if estimated is not None:
                 reaches[layer.index, role] = estimated
@@ -88,9 +93,7 @@ def _estimate(
     """Estimate the reach of one tensor; None if it is not made by a norm and one weight."""
     path = attention.checkpoint_module
     parent, _, name = path.rpartition(".")
-    starting = (each for each in weights.tensors if each.startswith(f"{path}.{role}"))
-    has_norm = any("norm" in each.removeprefix(path).split(".")[1] for each in starting)
-    if name == "cross_attn" or attention.producer is not None or has_norm:
+    if name == "cross_attn" or attention.producer is not None:
         return None
     weight = _read(weights, f"{path}.{role}_proj.weight", odd_scales)
     norm = _read(weights, f"{parent}.input_layernorm.weight", odd_scales)
@@ -125,8 +128,10 @@ def _read(
 ) -> NDArray[np.float32] | None:
     """Read floats, or rows of FP8 with their scale; None for any other, or an odd scale."""
     entry = weights.tensors.get(name)
-    if entry is None or entry.dtype in PLAIN_DTYPES:
-        return None if entry is None else weights.read_floats(name)
+    if entry is None:
+        return None
+    if entry.dtype in PLAIN_DTYPES:
+        return weights.read_floats(name)
     scales = [each for each in name_weight_scales(name) if each in weights.tensors]
     is_matrix = len(entry.shape) == 2 and bool(entry.size_bytes)
     if entry.dtype not in WEIGHT_FORMATS or not is_matrix or len(scales) != 1:

@@ -273,10 +273,10 @@ class _Report:
             else:
                 cast = "casts its values to float8_e4m3fn, where those above 448 are NaN"
                 yield f"{text}: transformers {cast}"
-        if not self._is_mx or not is_linear_scale(name) or entry.dtype in EXPONENT_DTYPES:
-            return
-        if not stored.is_floating_point or (self._read_floats(self._read[name], name) > 1).any():
-            yield f"{text}: transformers takes its values for scales"
+        if self._is_mx and is_linear_scale(name) and entry.dtype not in EXPONENT_DTYPES:
+            is_integer = not stored.is_floating_point
+            if is_integer or (self._read_floats(self._read[name], name) > 1).any():
+                yield f"{text}: transformers takes its values for scales"
 
     def _list_scaling_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:
         """List an FP8 weight that is multiplied by no scale, or another one that is by a scale."""
@@ -306,9 +306,10 @@ class _Report:
         if not isinstance(block, list) or len(block) != 2 or weight.dtype not in WEIGHT_FORMATS:
             return
         for size, number, width in zip(weight.shape, scale, block, strict=True):
-            is_cut = number > 1 and number == -(-size // width) and bool(size % width)
-            is_part = 0 not in (size, number) and not (number * width % size or size % number)
-            if not is_part if self._is_mx else is_cut:
+            is_wrong = number > 1 and number == -(-size // width) and bool(size % width)
+            if self._is_mx:  # parts of a block may have exponents of their own
+                is_wrong = 0 in (size, number) or bool(number * width % size or size % number)
+            if is_wrong:
                 yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
 
     def _list_joined_faults(self) -> Iterator[str]:

@@ -13,7 +13,7 @@ Both engines check the config of auto-round before they read a weight: vLLM 0.32
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,7 +48,7 @@ _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.la
 """What transformers renames in models with towers, and engines with it: a config may have either
 name of a linear."""
 _NEVER_RENAMED = "text_model"
-"""Of idefics3 and smolvlm: a config has to use the checkpoint's names (vLLM 0.32.0, run)."""
+"""Of idefics3 (vLLM 0.32.0, run) and smolvlm (read): a config has to use the checkpoint's names."""
 _TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
@@ -250,7 +250,7 @@ class LinearReader(ABC):
         return next(iter(schemes.values()))
 
     def find_entry(
-        self, matches: Callable[[str, str], bool], path: str, entries: Collection[str]
+        self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
     ) -> str | None:
         """Find the first entry of a list that matches a module's path in one of its spellings."""
         spellings, parts = [path], path.split(".")
