@@ -7,9 +7,10 @@ import json
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,6 +193,25 @@ class TensorFile(TensorReader):
                 done += size
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is made when it is indexed, like a slice of a file that safetensors opened."""
+
+    entry: TensorEntry
+    make: Callable[[], torch.Tensor]
+
+    def get_shape(self) -> list[int]:
+        """Give the shape."""
+        return list(self.entry.shape)
+
+    def get_dtype(self) -> str:
+        """Give the dtype, as safetensors spells it."""
+        return self.entry.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.make()[index]
 
 
 def _as_tensor(data: NDArray[np.uint8]) -> torch.Tensor:

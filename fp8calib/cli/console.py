@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -158,9 +158,9 @@ class _Stage:
     memory: PeakMemory
     done: int = 0
 
-    def describe(self, now: float) -> str:
+    def __str__(self) -> str:
         """Give the progress, the rate, the time left and the peak memory."""
-        rate = self.done / max(now - self.started, 1e-9)
+        rate = self.done / max(time.monotonic() - self.started, 1e-9)
         parts = [self._count()]
         if self.total:
             left = timedelta(seconds=round((self.total - self.done) / rate)) if rate else "?"
@@ -183,14 +183,6 @@ class _Stage:
         return f"{name}: {done:,} of {total:,} {self.unit}"
 
 
-class _StageColumn(ProgressColumn):
-    """What is said of a stage, cut at the end of the terminal's line."""
-
-    def render(self, task: Task) -> Text:
-        said = task.fields["stage"].describe(time.monotonic())
-        return Text(said, no_wrap=True, overflow="ellipsis")
-
-
 _BAR_WIDTH = 8
 _LINE_EVERY_S = 60.0
 
@@ -206,7 +198,11 @@ class ConsoleReporter(ExitStack):
         self._progress = Progress(
             SpinnerColumn(table_column=Column(no_wrap=True)),  # so that the text alone is cut
             BarColumn(bar_width=_BAR_WIDTH, table_column=Column(no_wrap=True)),
-            _StageColumn(),
+            TextColumn(
+                "{task.fields[stage]}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis"),
+            ),
             console=_err,
             disable=_err.quiet or not _err.is_terminal,
         )
@@ -245,4 +241,4 @@ class ConsoleReporter(ExitStack):
         now = time.monotonic()
         if self._progress.disable and now - self._stage.printed >= _LINE_EVERY_S:
             self._stage.printed = now
-            say(self._stage.describe(now))
+            say(str(self._stage))

@@ -93,9 +93,10 @@ def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]
     opened = source.stored
     assert opened is not None  # noqa: S101 -- `open_source` opens it
     if not opened.files:  # a plan needs none
-        from fp8calib.model.live_model import ConfigCheckpoint
+        from fp8calib.model.live_model import LiveCheckpoint
 
-        opened = ConfigCheckpoint(as_unquantized(source))
+        skeleton = build_skeleton(as_unquantized(source))
+        opened = LiveCheckpoint(skeleton, skeleton_of=source.folder)
     elif read_quantization(opened) is not None:
         # most models need none of it
         from fp8calib.quantization.sources.decoded import decode_model

@@ -22,7 +22,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.load import ModelSource, attend_causally, build_skeleton
+from fp8calib.model.load import attend_causally
 from fp8calib.model.topology import find_text_decoder, is_linear, name_class
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -34,10 +34,14 @@ class LiveCheckpoint(Checkpoint):
     Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies, and
     later changes of the parameters have no effect on them. A tensor that is sharded is gathered
     when it is read: all processes read the same ones in the same order.
+
+    A model that was built from the config in `skeleton_of`, a folder without weights, gives names
+    and shapes alone.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(Path(model.name_or_path or name_class(model)))
+    def __init__(self, model: PreTrainedModel, *, skeleton_of: Path | None = None) -> None:
+        super().__init__(skeleton_of or Path(model.name_or_path or name_class(model)))
+        self.has_weights = skeleton_of is None
         config = deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [name_class(model)]
@@ -64,33 +68,21 @@ class LiveCheckpoint(Checkpoint):
                 )
             self._live[name] = tensor.cpu().clone()
 
+    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
+        """Read bytes as of a file; none without weights, so that config and shapes count."""
+        return super().sample_bytes(name, size_bytes) if self.has_weights else b""
+
     def make_rows(self, name: str, rows: slice) -> torch.Tensor:
         """Give rows of a tensor on the CPU, of one without axes the only number."""
+        if not self.has_weights:
+            raise ModelError(
+                f"{self.folder}: there are no weights, so {name} cannot be read",
+                hint="a plan of the run (--dry-run) is all that a config alone gives",
+            )
         tensor = self._live[name]
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         return tensor.reshape(tensor.shape or (1,))[rows].cpu().contiguous()
-
-
-class ConfigCheckpoint(LiveCheckpoint):
-    """The tensors that a folder with a config and no weights would hold: their names and shapes."""
-
-    has_weights = False
-
-    def __init__(self, source: ModelSource) -> None:
-        super().__init__(build_skeleton(source))
-        self.folder = source.folder
-
-    def sample_bytes(self, name: str, size_bytes: int) -> bytes:  # noqa: ARG002
-        """Read nothing, so that the fingerprint is that of the config and the shapes."""
-        return b""
-
-    def make_rows(self, name: str, rows: slice) -> torch.Tensor:  # noqa: ARG002
-        """Refuse to read."""
-        raise ModelError(
-            f"{self.folder}: there are no weights, so {name} cannot be read",
-            hint="a plan of the run (--dry-run) is all that a config alone gives",
-        )
 
 
 _MERGE = "merge adapters into the weights, and pass that model (PEFT: merge_and_unload)"

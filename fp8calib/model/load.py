@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS, let_layers_differ
+from fp8calib.checkpoint.tensor_file import LazyTensor
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
 from fp8calib.model.prepared import is_run, mismatch_error, missing_error
@@ -153,17 +155,6 @@ def as_unquantized(source: ModelSource) -> ModelSource:
     return replace(source, config=config)
 
 
-class _LazyTensor:
-    """A tensor that is read when transformers takes it, like a slice of a safetensors file."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint = checkpoint
-        self._name = name
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._checkpoint.read(self._name)[index]
-
-
 def find_longest(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     """Find the longest sequence that a model supports, and the longest that may be padded.
 
@@ -283,7 +274,10 @@ def load_model(
     options: dict[str, Any] = {}
     if checkpoint is not None and checkpoint.form:
         place = None
-        options["state_dict"] = {name: _LazyTensor(checkpoint, name) for name in checkpoint.tensors}
+        options["state_dict"] = {
+            name: LazyTensor(entry, partial(checkpoint.read, name))
+            for name, entry in checkpoint.tensors.items()
+        }
     try:
         model, info = model_class.from_pretrained(
             place,

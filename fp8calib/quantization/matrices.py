@@ -12,18 +12,6 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackPosition:
-    """The position of a matrix in a tensor of the source, [experts, ., .]."""
-
-    tensor: str
-    expert: int
-    first: int
-    """The index of its first output."""
-    is_transposed: bool
-    """Whether the tensor is [experts, in, out]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
     """The weight of one linear, [rows, columns]: outputs by inputs."""
 
@@ -32,8 +20,15 @@ class Matrix:
     shape: tuple[int, int]
     dtype: str
     """In the spelling of safetensors."""
-    position: StackPosition | None = None
-    """Its position in a stack; None if it is a whole tensor of the source."""
+    stack: str = ""
+    """The tensor of the source with the experts of a layer, [experts, ., .]; empty if the matrix is
+    a whole tensor."""
+    expert: int = 0
+    """Its index in the stack."""
+    first: int = 0
+    """The index in the stack of its first output."""
+    is_transposed: bool = False
+    """Whether the stack is [experts, in, out]."""
 
     @property
     def tensor(self) -> str:
@@ -43,7 +38,7 @@ class Matrix:
     @property
     def source(self) -> str:
         """Name the tensor it is read from."""
-        return self.tensor if self.position is None else self.position.tensor
+        return self.stack or self.tensor
 
     @property
     def layer(self) -> str:

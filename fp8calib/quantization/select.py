@@ -34,7 +34,7 @@ from fp8calib.quantization.ignored import (
     span_layers,
     spell_options,
 )
-from fp8calib.quantization.matrices import SUFFIX, Matrix, StackPosition
+from fp8calib.quantization.matrices import SUFFIX, Matrix
 
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
@@ -194,7 +194,7 @@ def find_selection(
         for head in tied
         if head != HEAD
     )
-    has_experts = any(matrix.position is not None for matrix in quantized)
+    has_experts = any(matrix.stack for matrix in quantized)
     return Selection(
         quantized=tuple(quantized),
         unquantized=tuple(_find_ends(config, unquantized, quantized)),
@@ -408,9 +408,10 @@ class ExpertStacks:
                 module=f"{base}.experts.{expert}.{projection}",
                 shape=(rows, inputs),
                 dtype=entry.dtype,
-                position=StackPosition(
-                    tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
-                ),
+                stack=name,
+                expert=expert,
+                first=number * rows,
+                is_transposed=is_transposed,
             )
             for expert in range(entry.shape[0])
             for number, projection in enumerate(projections)

@@ -38,16 +38,15 @@ class WeightReader:
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
         """Read consecutive rows of a weight, also of one in a stack, onto the device."""
-        position = matrix.position
-        if position is None:
+        if not matrix.stack:
             values = self.checkpoint.read_rows(matrix.tensor, rows.start, rows.stop)
             return values.to(self._device)
-        outputs = range(position.first + rows.start, position.first + rows.stop)
+        outputs = range(matrix.first + rows.start, matrix.first + rows.stop)
         inputs = range(matrix.shape[1])
-        if position.is_transposed:
-            values = self.checkpoint.read_block(position.tensor, position.expert, inputs, outputs)
+        if matrix.is_transposed:
+            values = self.checkpoint.read_block(matrix.stack, matrix.expert, inputs, outputs)
             return values.T.contiguous().to(self._device)
-        values = self.checkpoint.read_block(position.tensor, position.expert, outputs, inputs)
+        values = self.checkpoint.read_block(matrix.stack, matrix.expert, outputs, inputs)
         return values.to(self._device)
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
@@ -81,7 +80,7 @@ def split_rows(matrix: Matrix, block_rows: int = 1) -> list[range]:
     """
     rows, columns = matrix.shape
     step = CHUNK_BYTES // (columns * ITEM_SIZE_BYTES[matrix.dtype])
-    if matrix.position is not None and matrix.position.is_transposed:
+    if matrix.is_transposed:
         step = max(step, _TRANSPOSED_ROWS)
     return split(rows, max(1, step // block_rows) * block_rows)
 
@@ -91,10 +90,9 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
     if bool(amax.isfinite().all()):
         return
     row, column = (~values.isfinite()).nonzero()[0].tolist()
-    index, position = [rows.start + row, column], matrix.position
-    if position is not None:  # the index in the tensor that it is read from
-        index[0] += position.first
-        index = [position.expert, *(reversed(index) if position.is_transposed else index)]
+    index = [matrix.first + rows.start + row, column]
+    if matrix.stack:  # the index in the tensor that it is read from
+        index = [matrix.expert, *(reversed(index) if matrix.is_transposed else index)]
     raise nonfinite_tensor_error(matrix.source, float(values[row, column]), index)
 
 

@@ -7,10 +7,9 @@ names and shapes. No weight is read: what it gets from a file is an empty tensor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from copy import deepcopy
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.tensor_file import LazyTensor, TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
@@ -248,32 +246,16 @@ class _OpenFile(nullcontext["_OpenFile"]):
         """List the tensors."""
         return list(self._tensors)
 
-    def get_slice(self, name: str) -> _Slice:
-        """Give a tensor that is made when it is read."""
-        return _Slice(self._tensors[name], lambda: self.read.add(name))
+    def get_slice(self, name: str) -> LazyTensor:
+        """Give a tensor without numbers, which is made when it is read."""
+        entry = self._tensors[name]
+
+        def make() -> torch.Tensor:
+            self.read.add(name)
+            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+
+        return LazyTensor(entry, make)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Give an empty tensor."""
         return self.get_slice(name)[...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A tensor of a file, as safetensors gives it before it is read."""
-
-    entry: TensorEntry
-    note: Callable[[], None]
-
-    def get_shape(self) -> list[int]:
-        """Give the shape."""
-        return list(self.entry.shape)
-
-    def get_dtype(self) -> str:
-        """Give the name of the dtype in the file."""
-        return self.entry.dtype
-
-    def __getitem__(self, index: object) -> torch.Tensor:
-        """Make the tensor, or a part of it, without numbers."""
-        self.note()
-        whole = torch.empty(self.entry.shape, dtype=TORCH_DTYPES[self.entry.dtype], device="meta")
-        return whole[index]  # type: ignore[index]

@@ -74,8 +74,8 @@ def _find_input(matrix: Matrix, readers: Collection[tuple[Layer, Linear]]) -> Ma
     if not linear.num_experts:
         return MappedInput(key=linear.module, runner=linear.runner, layer=index)
     expert = None
-    if matrix.position is not None:
-        expert = matrix.position.expert
+    if matrix.stack:
+        expert = matrix.expert
     elif found := split_expert(matrix.module):
         expert = found[1]
     if expert is None or expert >= linear.num_experts:

@@ -466,11 +466,11 @@ def _describe_other(
     if is_linear(module):
         return replace(plain, is_transposed=is_transposed(module))
     inside = matrices.get(source.single_tensors.get(name, ""), ())
-    positions = [matrix.position for matrix in inside if matrix.position is not None]
-    if not positions:
+    stacked = [matrix for matrix in inside if matrix.stack]
+    if not stacked:
         return None
-    num_experts = 1 + max(position.expert for position in positions)
-    return replace(plain, is_transposed=positions[0].is_transposed, num_experts=num_experts)
+    num_experts = 1 + max(matrix.expert for matrix in stacked)
+    return replace(plain, is_transposed=stacked[0].is_transposed, num_experts=num_experts)
 
 
 def _is_rounded(name: str, source: WeightSource) -> bool:
