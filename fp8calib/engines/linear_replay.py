@@ -46,6 +46,7 @@ _MISSING_FIX = "complete the download or the export"
 _PLAIN_FIX = "exclude it in the config, or quantize it"
 _VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
 _UNSET = "uninitialised memory"
+_OF_OTHERS = "is missing: the engine uses that of the linears it joins this one with"
 _NO_NUMBERS = ("NaN", "infinity")
 _TOLERANCE = 1e-5
 _TWINS = {"gate_proj": "up_proj", "w1": "w3"}
@@ -210,8 +211,25 @@ def _compare_quantized(
         # Two projections of an expert have one number: the one loaded last stays, the second's.
         twin = f"{linear.module.rpartition('.')[0]}.{_BOTH_WAYS.get(linear.projection)}"
         for suffix, tensor in expected.items():
+            is_given = tensor.is_requantized and _takes_others(group, suffix, numbers)
+            if is_given and suffix not in linear.tensors:
+                yield Finding.doubt(f"{linear.module}.{suffix}", _OF_OTHERS, fix=_MISSING_FIX)
+                continue
             has_twin = has_experts and suffix == INPUT_SCALE and twin in scaled
             yield from _judge_tensor(group, linear, suffix, tensor, bad, has_twin)
+
+
+def _takes_others(group: LinearGroup, suffix: str, numbers: Mapping[str, float]) -> bool:
+    """Tell if a linear without a scale has that of the linears that it is joined with.
+
+    The engine takes a weight without its last scale for one that was joined before it was
+    quantized, and uses the largest scale for all of it: vLLM 0.32.0
+    quantization/utils/w8a8_utils.py (requantize_with_max_scale, run); SGLang 0.5.23
+    quantization/utils.py (read).
+    """
+    names = [f"{each.module}.{suffix}" for each in group.members if suffix in each.tensors]
+    has_last = suffix in group.members[-1].tensors
+    return not has_last and len({numbers.get(name) for name in names}) == 1
 
 
 def _judge_tensor(

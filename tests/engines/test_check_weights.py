@@ -385,6 +385,28 @@ def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: st
     assert "is missing: the engine uses uninitialised memory" in why
 
 
+@pytest.mark.parametrize(
+    ("missing", "scale_of_q", "status"),
+    [
+        ("v", None, "unknown"),
+        ("kv", None, "unknown"),
+        ("v", 3.0, "misread"),
+        ("q", None, "misread"),
+    ],
+)
+def test_joined_linears_may_have_the_scale_of_those_beside_them(
+    tmp_path: Path, missing: str, scale_of_q: float | None, status: str
+) -> None:
+    """As vLLM 0.32.0 does (run) where the last scale is missing: q, k and v then have one scale."""
+    folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
+    path = "model.layers.1.self_attn.{}_proj.weight_scale"
+    changed = {path.format(each): None for each in missing}
+    if scale_of_q is not None:
+        changed[path.format("q")] = torch.tensor(scale_of_q)
+    change_tensors(folder, changed)
+    assert tell(ask(folder, "vllm==0.32")) == status
+
+
 def test_an_entry_for_one_expert_leaves_out_those_of_the_layer(tmp_path: Path) -> None:
     """As `is_layer_skipped` of both engines does for the method fp8."""
     folder = make(tmp_path, "autofp8", "fp8-static", "mixtral", "*.experts", **WHOLE)

@@ -43,6 +43,8 @@ class Expected:
     dtypes: tuple[str, ...] = _SCALE_DTYPES
     is_shared: bool = False
     """The engine joins linears, and uses the largest number of all of them."""
+    is_requantized: bool = False
+    """The engine joins linears, and quantizes them again with the largest number of all of them."""
     may_be_zero: bool = False
     """It may hold zeros, as the scales of groups of zeros do."""
 
@@ -198,7 +200,9 @@ def list_expected(
     expected = {
         WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
         dialect.name_scale(scheme.weights): Expected(
-            shapes=shapes, dtypes=("U8",) if scheme.is_mx else _SCALE_DTYPES
+            shapes=shapes,
+            dtypes=("U8",) if scheme.is_mx else _SCALE_DTYPES,
+            is_requantized=scheme.weights is Granularity.TENSOR and group.kind != "experts",
         ),
     }
     if scheme.inputs is InputScaling.STATIC:
