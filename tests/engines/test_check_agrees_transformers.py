@@ -358,6 +358,23 @@ def test_weights_are_multiplied_by_the_scales_that_are_read(
     assert (words in weights.why) if weights else not words
 
 
+def test_weights_that_transformers_renames_are_judged(tmp_path: Path) -> None:
+    """`backbone.` of a checkpoint is `model.` of transformers' nemotron_h."""
+    folder = make(tmp_path, CT, "fp8-dynamic", "nemotron_h")
+    name = "backbone.layers.0.mixer.in_proj.weight"
+    codes = load_file(folder / "model.safetensors")[name]
+    change_tensors(folder, {name: codes.view(torch.int8)})
+
+    weights = ask(folder, "transformers").weights
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    held = model.get_parameter(name.replace("backbone", "model")).float()
+    meant = load_file(tmp_path / "model" / "model.safetensors")[name]
+    assert (held - meant).norm() / meant.norm() > 0.1
+    assert weights is not None
+    assert weights.why == f"{name} is I8: transformers takes its values for floats"
+
+
 @pytest.mark.parametrize(("family", "is_used"), [("llama4_text", True), ("qwen3_moe", False)])
 def test_input_scales_of_experts_that_stay_apart_are_used(
     tmp_path: Path, family: str, is_used: bool

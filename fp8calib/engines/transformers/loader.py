@@ -28,12 +28,13 @@ from fp8calib.errors import shorten
 
 def load_on_meta(
     folder: ScaleFolder,
-) -> tuple[torch.nn.Module, Mapping[str, Any], Mapping[str, Collection[str]]]:
+) -> tuple[torch.nn.Module, Mapping[str, Any], Mapping[str, Collection[str]], Mapping[str, str]]:
     """Load a folder as `from_pretrained` with `dtype="auto"` does.
 
     Returns:
-        The model, what transformers reports of loading it, and by file that it opened, in order:
-        the tensors that filled a parameter, or a part of one.
+        The model, what transformers reports of loading it, by file that it opened, in order: the
+        tensors that filled a parameter, or a part of one; and the parameter that a tensor fills
+        alone.
 
     Raises:
         Refusal: transformers fails; the reason is its error.
@@ -41,9 +42,10 @@ def load_on_meta(
     """
     opened: dict[str, _OpenFile] = {}
     faults: list[Any] = []
+    filled: dict[str, str] = {}
     with (
         _as_on_cpu(),
-        _observe(opened, faults),
+        _observe(opened, faults, filled),
         # it draws numbers for parameters that are missing, and takes half of the time
         mock.patch(f"{_MODEL}.initialize_weights"),
     ):
@@ -64,7 +66,7 @@ def load_on_meta(
                 raise Unjudged(_OWN_CODE) from error
             why = _describe_fault(faults[0]) if faults else ""
             raise Refusal(why or _describe(error), fix=_FIX) from error
-    return model, loading, {file: each.read for file, each in opened.items()}
+    return model, loading, {file: each.read for file, each in opened.items()}, filled
 
 
 _OWN_CODE = "the model has code of its own, which check does not run"
@@ -211,11 +213,13 @@ def _as_on_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def _observe(opened: dict[str, _OpenFile], faults: list[Any]) -> Iterator[None]:
-    """Let transformers open files without their tensors' values, and note what it reports."""
-    from transformers import modeling_utils  # noqa: PLC0415 -- slow
+def _observe(
+    opened: dict[str, _OpenFile], faults: list[Any], filled: dict[str, str]
+) -> Iterator[None]:
+    """Let transformers open files without their tensors' values, and note what it tells."""
+    from transformers import core_model_loading, modeling_utils  # noqa: PLC0415 -- slow
 
-    log = modeling_utils.log_state_dict_report
+    log, find_name = modeling_utils.log_state_dict_report, core_model_loading.rename_source_key
 
     def report(*arguments: Any, **named: Any) -> None:
         faults.append(named["loading_info"])
@@ -225,7 +229,16 @@ def _observe(opened: dict[str, _OpenFile], faults: list[Any]) -> Iterator[None]:
         path = Path(file)
         return opened.setdefault(path.name, _OpenFile(path))
 
-    with mock.patch.multiple(modeling_utils, safe_open=open_file, log_state_dict_report=report):
+    def rename(tensor: str, *arguments: Any, **named: Any) -> tuple[str, str | None]:
+        parameter, converted = find_name(tensor, *arguments, **named)
+        if converted is None:
+            filled[tensor] = parameter
+        return parameter, converted
+
+    with (
+        mock.patch.multiple(modeling_utils, safe_open=open_file, log_state_dict_report=report),
+        mock.patch.object(core_model_loading, "rename_source_key", rename),
+    ):
         yield
 
 

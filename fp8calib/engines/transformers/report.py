@@ -87,7 +87,7 @@ class _Report:
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry) -> None:
         self._folder = folder
-        self._model, loading, opened = load_on_meta(folder)
+        self._model, loading, opened, self._filled = load_on_meta(folder)
         self._missing: set[str] = set(loading["missing_keys"])
         """The parameters that no tensor filled."""
         self._unexpected: set[str] = set(loading["unexpected_keys"])
@@ -111,8 +111,8 @@ class _Report:
             return None
 
     def _find_parameter(self, name: str) -> torch.Tensor | None:
-        """Find a parameter or a buffer; None where the model has none of that name."""
-        module, _, leaf = name.rpartition(".")
+        """Find a parameter or a buffer by its name or the tensor's; None where there is none."""
+        module, _, leaf = self._filled.get(name, name).rpartition(".")
         found = getattr(self._find_module(module), leaf, None)
         return found if isinstance(found, torch.Tensor) else None
 
@@ -156,8 +156,8 @@ class _Report:
 
     def _judge(self, slot: Slot, attention: Attention) -> LoadVerdict:
         context = self._context
-        leaf = f"{slot[1]}_scale"
-        parameter = self._find_parameter(f"{attention.module}.{leaf}")
+        name = f"{attention.module}.{slot[1]}_scale"
+        parameter = self._find_parameter(name)
         if parameter is None:
             why = "reported as unexpected, and the cache is not quantized"
             module = self._find_module(attention.module)
@@ -166,11 +166,9 @@ class _Report:
                 why = f"{why}: {_RENAMED}"
             verdict = context.judge_absent(slot, why, _CONFIG_FIX)
             return verdict.model_copy(update={"value": None})
-        # the tensor that filled the parameter, by its name or without the model's root
-        paths = (attention.checkpoint_module, attention.module.partition(".")[2])
-        read = next((name for path in paths if (name := f"{path}.{leaf}") in self._read), None)
+        read = next((each for each in self._read if self._filled.get(each) == name), None)
         stored = None if read is None else self._folder.scales[self._read[read]].get(read)
-        if f"{attention.module}.{leaf}" in self._missing or stored is None:
+        if name in self._missing or stored is None:
             verdict = context.judge_absent(slot, _UNSET, _CONFIG_FIX, value=None)
             why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
             return verdict.model_copy(update={"why": why})
@@ -219,8 +217,10 @@ class _Report:
 
     def _list_lost_biases(self) -> Iterator[str]:
         """List biases, not of zeros, of modules that the config gives none."""
-        for name in sorted(name for name in self._unexpected if name.endswith(".bias")):
-            module = self._find_module(name.removesuffix(".bias"))
+        for name, parameter in sorted(self._filled.items()):
+            if parameter not in self._unexpected or not parameter.endswith(".bias"):
+                continue
+            module = self._find_module(parameter.removesuffix(".bias"))
             file = next((file for file in self._files if name in self._folder.tensors[file]), None)
             weight = getattr(module, "weight", None)
             if file is None or weight is None:
@@ -252,7 +252,7 @@ class _Report:
         """
         text = f"{shorten(name)} is {entry.dtype}"
         parameter, stored = self._find_parameter(name), TORCH_DTYPES[entry.dtype]
-        module = self._find_module(name.rpartition(".")[0])
+        module = self._find_module(self._filled.get(name, name).rpartition(".")[0])
         scheme = getattr(module, "quantization_scheme", None)
         is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
         has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
