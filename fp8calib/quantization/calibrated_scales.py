@@ -26,8 +26,8 @@ from fp8calib.model.geometry import Attention, Layer, Linear, Role, Site
 from fp8calib.model.module_paths import list_paths, span_experts, split_expert
 from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.encode import scale_of
-from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.rules import PLAIN_RULES, Rule, ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
@@ -103,7 +103,8 @@ def find_input_scales(
     """
     if not quantized:
         return {}, ()
-    scales, linears = InputScales(stats, rules), _find_linears(stats, quantized)
+    table = compute_linear_scales(stats, E4M3FN, rules=rules)
+    linears = _find_linears(stats, quantized)
     if missing := [matrix.module for matrix in quantized if matrix.module not in linears]:
         outside = list_unmeasured(stats, quantized, others)
         inside = [each for each in missing if not any(p in outside for p in list_paths(each))]
@@ -118,9 +119,10 @@ def find_input_scales(
     for matrix in quantized:
         linear, expert = linears[matrix.module]
         group = span_experts(matrix.fused_group)
-        largest[group] = torch.maximum(largest[group], scales.of(linear, expert=expert))
+        scale = find_input_scale(stats, table, rules.rule, linear, expert=expert)
+        largest[group] = torch.maximum(largest[group], scale)
     inputs = {matrix.module: largest[span_experts(matrix.fused_group)] for matrix in quantized}
-    return inputs, _explain_substitutes(scales.table)
+    return inputs, _explain_substitutes(table)
 
 
 def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Matrix], list[Matrix]]:
@@ -157,44 +159,35 @@ def list_unmeasured(
     return list(dict.fromkeys(outermost))
 
 
-class InputScales:
-    """Gives the static scales of the inputs of a model's linears, from its statistics."""
+def find_input_scale(
+    stats: RunStats,
+    table: ScaleTable,
+    rule: Rule,
+    linear: Linear,
+    *,
+    expert: int | None = None,
+) -> torch.Tensor:
+    """Find the static scale of a linear's input: fp32 [].
 
-    def __init__(
-        self,
-        stats: RunStats,
-        rules: ScaleRules = PLAIN_RULES,
-        *,
-        fmt: Fp8Format = E4M3FN,
-    ) -> None:
-        self.table = compute_linear_scales(stats, fmt, rules=rules)
-        self._stats = stats
-        self._rule = rules.rule
-        self._fmt = fmt
-
-    def of(self, linear: Linear, *, expert: int | None = None) -> torch.Tensor:
-        """Give the scale of a linear's input: fp32 [].
-
-        For stacked experts it is their largest scale, unless one `expert` is named.
-        """
-        if linear.section != "other":
-            experts = linear.experts if expert is None else (expert,)
-            sites = (linear.logical(part, each) for part in linear.parts for each in experts)
-            scales = (self.table.scales[Site(module, Role.INPUT)] for module in sites)
-            return torch.stack([scale.values[0] for scale in scales]).max()
-        site = Site(linear.module, Role.INPUT)
-        if site not in self._stats.sites:
-            raise ExportError(
-                f"the stats have no data for {site}",
-                hint=f"{calibrate_first('--stats', recipe='w8a8-static')}, or add "
-                f"{spell_options([linear.module])} to leave it unquantized",
-            )
-        measured = self._stats.sites[site]
-        amax = measured.amax.max()
-        clip_range = find_clip_range(
-            self._rule, amax=float(amax), histogram=measured.histogram, fmt=self._fmt
+    `table` is what `compute_linear_scales` makes of `stats`; other linears are scaled by `rule`.
+    For stacked experts it is their largest scale, unless one `expert` is named.
+    """
+    if linear.section != "other":
+        experts = linear.experts if expert is None else (expert,)
+        sites = (linear.logical(part, each) for part in linear.parts for each in experts)
+        scales = (table.scales[Site(module, Role.INPUT)] for module in sites)
+        return torch.stack([scale.values[0] for scale in scales]).max()
+    site = Site(linear.module, Role.INPUT)
+    if site not in stats.sites:
+        raise ExportError(
+            f"the stats have no data for {site}",
+            hint=f"{calibrate_first('--stats', recipe='w8a8-static')}, or add "
+            f"{spell_options([linear.module])} to leave it unquantized",
         )
-        return scale_of(clip_range.apply(amax), self._fmt) if amax > 0 else torch.tensor(1.0)
+    measured, fmt = stats.sites[site], table.fmt
+    amax = measured.amax.max()
+    clip_range = find_clip_range(rule, amax=float(amax), histogram=measured.histogram, fmt=fmt)
+    return scale_of(clip_range.apply(amax), fmt) if amax > 0 else torch.tensor(1.0)
 
 
 def _find_linears(

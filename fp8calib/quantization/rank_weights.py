@@ -24,6 +24,7 @@ import torch
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.origin import explain_difference
+from fp8calib.calibration.streamed_weights import HeldTensors
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import explained, require_free_space
 from fp8calib.errors import ExportError, ModelError
@@ -43,7 +44,7 @@ from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import ScaleRules
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
-from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
+from fp8calib.quantization.sources.int4 import Int4Source, is_int4_source
 
 _DTYPES = {fmt: dtype for dtype, fmt in WEIGHT_FORMATS.items()}
 _ROLES = (Role.WEIGHT, Role.INPUT)
@@ -126,7 +127,9 @@ def prepare_weights(
             f"{source.folder} is not the model these statistics were calibrated on: {difference}",
             hint="pass the int4 checkpoint of the model that was calibrated",
         )
-    scales = weights.reading_from(ScaleSpread(int4))
+    # the scale of every element, which is merged, split and transposed like the weights
+    spread = {name: int4.scale(name).expand(each.shape) for name, each in int4.tensors.items()}
+    scales = weights.reading_from(HeldTensors(int4, spread, torch.float32))
     adopted = {
         tp: adopt_scales(table, _read(measured, weights), _read(measured, scales))
         for tp, table in tables.items()
@@ -158,7 +161,7 @@ def adopt_scales(
         table: scales of all projections.
         weights: all weights of the table, in real numbers.
         spread: the int4 scale of every element of these weights, in the same order; 0 if the weight
-            is not quantized (`ScaleSpread`).
+            is not quantized.
     """
     scales = dict(table.scales)
     for (linear, expert, weight), (_, _, shared) in zip(weights, spread, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from fp8calib.errors import (
     format_ranges,
     name_ranges,
 )
+from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.convert import fits_heads
 from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.rules import AMAX
 from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
 from fp8calib.verification.emulation.candidate import Candidate, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -157,7 +160,7 @@ def build_scheme(
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
     # most candidates have no scheme
-    from fp8calib.quantization.calibrated_scales import InputScales  # noqa: PLC0415
+    from fp8calib.quantization.calibrated_scales import find_input_scale  # noqa: PLC0415
     from fp8calib.quantization.select import find_selection  # noqa: PLC0415
     from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
     from fp8calib.verification.emulation.weights import emulate_planned  # noqa: PLC0415
@@ -168,6 +171,10 @@ def build_scheme(
             f"--scheme {scheme}: its input scales come from calibration",
             hint=calibrate_first("--scales", recipe="w8a8-static"),
         )
+    scale_input = None
+    if stats is not None and found.has_static_inputs:
+        table = compute_linear_scales(stats, fmt)
+        scale_input = partial(find_input_scale, stats, table, AMAX)
     emulation = emulate_planned(
         make_settings(scheme, ignore=ignore),
         find_selection(prepared.checkpoint, ignore=ignore),
@@ -175,7 +182,7 @@ def build_scheme(
         prepared.weights,
         target.numerics,
         fmt=fmt,
-        scale_input=InputScales(stats, fmt=fmt).of if stats and found.has_static_inputs else None,
+        scale_input=scale_input,
     )
     rounding = describe_rounding(emulation.quantizers, target.numerics)
     description = f"{scheme}: {found.description}, {fmt.name}{rounding}"

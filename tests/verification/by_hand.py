@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.arithmetic import Numerics
+from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.table import Scale, ScaleTable
@@ -35,8 +37,9 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.rules import AMAX
 from fp8calib.numerics.schemes import Scheme
-from fp8calib.quantization.calibrated_scales import InputScales
+from fp8calib.quantization.calibrated_scales import find_input_scale
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
@@ -123,13 +126,17 @@ def emulate_plan(
     stats: RunStats | None = None,
 ) -> Candidate:
     """Ask the product what an engine makes of what `quantize` would write."""
+    scale_input = None
+    if stats is not None:
+        table = compute_linear_scales(stats, E4M3FN)
+        scale_input = partial(find_input_scale, stats, table, AMAX)
     return emulate_planned(
         settings,
         subject.selection,
         subject.geometry,
         subject.originals,
         numerics,
-        scale_input=None if stats is None else InputScales(stats).of,
+        scale_input=scale_input,
     )
 
 

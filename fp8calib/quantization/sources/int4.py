@@ -88,19 +88,3 @@ class Int4Source(DecodedCheckpoint):
     def _refusal(self, fault: str) -> ModelError:
         hint = "name the unquantized model, or int4 weights with one scale per tensor"
         return ModelError(f"{self.folder}: {fault}", hint=hint)
-
-
-class ScaleSpread(Checkpoint):
-    """The scales of an int4 checkpoint, each expanded to its weight's shape; 0 of other tensors.
-
-    A `WeightSource` merges, splits and transposes these scales like the weights.
-    """
-
-    def __init__(self, source: Int4Source) -> None:
-        super().__init__(source.folder)
-        self.tensors = source.tensors
-        self._source = source
-
-    def make_rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Give the scale of every element of some rows: fp32."""
-        return self._source.scale(name).expand(self.tensors[name].shape)[rows]
