@@ -130,10 +130,13 @@ def _choose_class(source: ModelSource) -> tuple[Any, Any]:
     mapped = (mapping[type(config)] for mapping in _MODEL_CLASSES if type(config) in mapping)
     classes = [found[0] if isinstance(found, tuple) else found for found in mapped]
     if not classes or is_encoder:
+        hint = "use a model that generates text from left to right"
+        if classes and named == "?":
+            hint = f"if it is a {classes[0].__name__}, name that in `architectures` of config.json"
         raise ModelError(
             f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only "
             "language model (looked for a causal or image-text-to-text class of transformers)",
-            hint="use a model that generates text from left to right",
+            hint=hint,
         )
     # Some types have a class for text alone beside the multimodal one: the config names one.
     chosen = next((each for each in classes if each.__name__ == named), classes[0])

@@ -356,14 +356,21 @@ def test_a_stored_output_layer_that_the_class_of_a_wrapped_model_may_lack_is_unk
 
 
 @pytest.mark.parametrize(
-    ("prefix", "verdict"),
-    [("model.text_model", "ok"), ("language_model.model", "not ok"), ("text_model", "not ok")],
+    ("family", "prefix", "verdict"),
+    [
+        ("idefics3", "model.text_model", "ok"),
+        ("idefics3", "language_model.model", "not ok"),
+        ("idefics3", "text_model", "not ok"),
+        ("qwen3_asr", "model.language_model", "ok"),
+        ("qwen3_asr", "language_model.model", "ok"),
+        ("qwen3_asr", "model", "not ok"),
+    ],
 )
-def test_an_ignored_linear_is_named_as_the_engine_names_it(
-    prefix: str, verdict: str, tmp_path: Path
+def test_an_ignored_linear_is_named_as_the_engine_renames_it(
+    family: str, prefix: str, verdict: str, tmp_path: Path
 ) -> None:
-    """As vLLM 0.32.0 does; of other classes it renames what transformers renames."""
-    save_multimodal("idefics3", tmp_path / "model")
+    """As vLLM 0.32.0 loads or refuses it (run)."""
+    save_multimodal(family, tmp_path / "model")
     path = "layers.0.mlp.down_proj"
     out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic", ignore=[f"*.{path}"]).out
 

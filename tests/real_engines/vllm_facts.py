@@ -2,13 +2,15 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
+from fp8calib.engines.vllm.linears import RENAMED_ROOTS, RENAMES_NONE, ROOTS
 from fp8calib.engines.weights.reader import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
@@ -22,7 +24,7 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_vllm_configs,
 )
-from tests.real_engines.stubs import take
+from tests.real_engines.stubs import Names, take
 from tests.real_engines.type_facts import Probe, read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_gpus import read_multiplied, read_order, read_stored
 from tests.real_engines.vllm_sources import (
@@ -38,6 +40,8 @@ from tests.real_engines.vllm_sources import MODELOPT as MODELOPT_FILE
 
 _CONVERTOR = "transformers_utils/model_arch_config_convertor.py"
 _REGISTRY = "model_executor/models/registry.py"
+_MAPPER, _MAPPER_NAME = "model_executor/models/utils.py", "hf_to_vllm_mapper"
+_IN_DECODER = "layers.0.self_attn.o_proj"
 _CACHE = "config/cache.py"
 _TRITON = "v1/attention/backends/triton_attn.py"
 _ORACLE = "fused_moe/oracle/fp8.py"
@@ -209,6 +213,54 @@ def read_classes(package: Package) -> list[str]:
     return sorted(found)
 
 
+def read_roots(package: Package) -> Iterator[str]:
+    """Run the mapper of each class with other inputs on names of the decoder's layers.
+
+    Two classes, whose mappers are made by functions of their files, are left out.
+    """
+    mapper = dataclass(take(package, _MAPPER, "WeightsMapper", field=field, re=re))
+    files = [name for name in package.files if "/model_executor/models/" in f"/{name}"]
+    classes = {
+        node.name: node
+        for name in files
+        for node in ast.parse(package.read_file(name)).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def find_mapper(name: str) -> Any:
+        """Find that of a class; None where neither the class nor those that it extends have one."""
+        for node in classes[name].body if name in classes else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _MAPPER_NAME:
+                space = Names(_Lazy(find_mapper), WeightsMapper=mapper, re=re, regex=re)
+                return eval(ast.unparse(node.value), {"__builtins__": {}}, space)  # noqa: S307
+        bases = classes[name].bases if name in classes else ()
+        found = (find_mapper(ast.unparse(base).partition("[")[0]) for base in bases)
+        return next(filter(None, found), None)
+
+    table = find_symbol(package.parse(_REGISTRY), "_MULTIMODAL_MODELS")
+    assert isinstance(table, ast.Assign)
+    for architecture, (_, name) in ast.literal_eval(table.value).items():
+        try:
+            renamed = find_mapper(name)
+        except TypeError:
+            continue
+        rename = (lambda each: each) if renamed is None else renamed._map_name
+        names = {root: rename(f"{root}{_IN_DECODER}") or "" for root in ROOTS}
+        roots = {root: name.removesuffix(_IN_DECODER) for root, name in names.items()}
+        changed = (f"{root}>{new}" for root, new in roots.items() if new != root)
+        yield f"{architecture}: {' '.join(changed) or RENAMES_NONE}"
+
+
+class _Lazy:
+    """Gives a class of a release by its name, of which only the mapper is looked up."""
+
+    def __init__(self, find_mapper: Callable[[str], Any]) -> None:
+        self._find = find_mapper
+
+    def __call__(self, name: str) -> Any:
+        return SimpleNamespace(**{_MAPPER_NAME: self._find(name)})
+
+
 def read_bfloat16_types(package: Package) -> Iterable[str]:
     """Read the model types that are not served in float16."""
     table = find_symbol(package.parse("config/model.py"), "_FLOAT16_NOT_SUPPORTED_MODELS")
@@ -314,6 +366,11 @@ PROBES: Mapping[str, Probe] = {
         read=read_bfloat16_types,
         source="config/model.py _FLOAT16_NOT_SUPPORTED_MODELS",
         how="read",
+    ),
+    RENAMED_ROOTS: Probe(
+        read=read_roots,
+        source="hf_to_vllm_mapper of models/; models/utils.py WeightsMapper",
+        how="run",
     ),
     ACCEPTED: Probe(
         read=read_auto_round,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
 from functools import partial
 
@@ -35,6 +35,13 @@ from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.schemes import Granularity
 
+RENAMED_ROOTS = "roots of the decoder's layers that a class renames in the lists of a config"
+RENAMES_NONE = "-"
+ROOTS = (
+    *("language_model.model.", "model.language_model.", "model.text_model."),
+    *("language_model.", "model.", ""),
+)
+"""What may stand before `layers.` in checkpoints of models with other inputs, and in configs."""
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
 _CLASS_FIRST = "joined projections have the target of their class before that of their names"
 _RENAMING = "loader of this model type renames weight_scale_inv and activation_scale"
@@ -65,6 +72,9 @@ class VllmReader(LinearReader):
             nested = {"quant_algo": "MXFP8", **listed}
             section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(folder, section, geometry, release)
+        renamed = release.find_value(RENAMED_ROOTS, geometry.architecture)
+        pairs = (each.partition(">") for each in renamed.split())
+        self._roots = {root: new for root, _, new in pairs} if renamed else None
         if release.has(_RENAMING, geometry.model_type):
             self.renamed = _RENAMED
         types = release.values[BFLOAT16_TYPES]
@@ -86,6 +96,24 @@ class VllmReader(LinearReader):
             return []
         whole = {"quantization": section} if self.is_nested else section
         return list_strings(section, name_exclusion_list(whole, section, self.release))
+
+    def find_entry(
+        self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
+    ) -> str | None:
+        """Find the first entry that matches a linear's path, both as the class renames them."""
+        root, layers, _ = path.partition("layers.")
+        if self._roots is None or not layers or root not in ROOTS:
+            return super().find_entry(matches, path, entries)
+        own = self._rename(path)
+        return next((each for each in entries if matches(self._rename(each), own)), None)
+
+    def _rename(self, name: str) -> str:
+        """Rename a name as `WeightsMapper` of the class does; an expression stays as it is."""
+        root = next(each for each in ROOTS if name.startswith(each))
+        is_named = bool(root) or name.startswith("layers.")
+        if self._roots is None or name.startswith("re:") or not is_named:
+            return name
+        return f"{self._roots.get(root, root)}{name.removeprefix(root)}"
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.

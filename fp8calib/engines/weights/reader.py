@@ -47,8 +47,6 @@ _WRAPPERS = ("model", "language_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 """What transformers renames in models with towers, and engines with it: a config may have either
 name of a linear."""
-_NEVER_RENAMED = "text_model"
-"""Of idefics3 (vLLM 0.32.0, run) and smolvlm (read): a config has to use the checkpoint's names."""
 _TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
@@ -254,7 +252,7 @@ class LinearReader(ABC):
     ) -> str | None:
         """Find the first entry of a list that matches a module's path in one of its spellings."""
         spellings, parts = [path], path.split(".")
-        if self._is_wrapped and _NEVER_RENAMED not in parts[:2]:
+        if self._is_wrapped:
             while len(parts) > 1 and parts[0] in _WRAPPERS:
                 del parts[0]
             spellings += [f"{prefix}{'.'.join(parts)}" for prefix in _PREFIXES]
