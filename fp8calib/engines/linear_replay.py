@@ -198,6 +198,7 @@ def _compare_quantized(
         why = f"has other input scales for gate and up ({expert})"
         yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
     scaled = {each.module for each in group.members if INPUT_SCALE in each.tensors}
+    requantizes = reader.requantizes_fp8 or not reader.is_fp8
     is_cast = group.state in BY_CONFIG or any(each.has_codes for each in group.members)
     for linear in group.members:
         expected = list_expected(group, linear, scheme, reader.dialect, reader.renamed)
@@ -211,8 +212,8 @@ def _compare_quantized(
         # Two projections of an expert have one number: the one loaded last stays, the second's.
         twin = f"{linear.module.rpartition('.')[0]}.{_BOTH_WAYS.get(linear.projection)}"
         for suffix, tensor in expected.items():
-            is_given = tensor.is_requantized and _takes_others(group, suffix, numbers)
-            if is_given and suffix not in linear.tensors:
+            is_joined = requantizes and tensor.is_requantized
+            if is_joined and suffix not in linear.tensors and _takes_others(group, suffix, numbers):
                 yield Finding.doubt(f"{linear.module}.{suffix}", _OF_OTHERS, fix=_MISSING_FIX)
                 continue
             has_twin = has_experts and suffix == INPUT_SCALE and twin in scaled
@@ -225,7 +226,7 @@ def _takes_others(group: LinearGroup, suffix: str, numbers: Mapping[str, float])
     The engine takes a weight without its last scale for one that was joined before it was
     quantized, and uses the largest scale for all of it: vLLM 0.32.0
     quantization/utils/w8a8_utils.py (requantize_with_max_scale, run); SGLang 0.5.23
-    quantization/utils.py (read).
+    quantization/utils.py, but for its method `fp8` (convert_to_channelwise; read).
     """
     names = [f"{each.module}.{suffix}" for each in group.members if suffix in each.tensors]
     has_last = suffix in group.members[-1].tensors

@@ -397,7 +397,10 @@ def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: st
 def test_joined_linears_may_have_the_scale_of_those_beside_them(
     tmp_path: Path, missing: str, scale_of_q: float | None, status: str
 ) -> None:
-    """As vLLM 0.32.0 does (run) where the last scale is missing: q, k and v then have one scale."""
+    """As vLLM 0.32.0 does (run) where the last scale is missing: q, k and v then have one scale.
+
+    SGLang's method `fp8` keeps a scale for each of them.
+    """
     folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
     path = "model.layers.1.self_attn.{}_proj.weight_scale"
     changed = {path.format(each): None for each in missing}
@@ -405,6 +408,7 @@ def test_joined_linears_may_have_the_scale_of_those_beside_them(
         changed[path.format("q")] = torch.tensor(scale_of_q)
     change_tensors(folder, changed)
     assert tell(ask(folder, "vllm==0.32")) == status
+    assert tell(ask(folder, "sglang")) == "misread"
 
 
 def test_an_entry_for_one_expert_leaves_out_those_of_the_layer(tmp_path: Path) -> None:

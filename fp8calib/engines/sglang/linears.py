@@ -60,6 +60,7 @@ class SglangReader(LinearReader):
 
     fp8_methods = ("fp8", "mxfp8")
     fp8_algorithms = ("MXFP8",)
+    requantizes_fp8 = False
 
     @classmethod
     def open(cls, release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> SglangReader:

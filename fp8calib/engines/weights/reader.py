@@ -82,6 +82,8 @@ class LinearReader(ABC):
     fp8_methods: tuple[str, ...] = ("fp8",)
     fp8_algorithms: tuple[str, ...] = ()
     """By what the engine reads a config as one of its `fp8` method."""
+    requantizes_fp8: bool = True
+    """That method quantizes joined linears again with the largest of their scales."""
     joins_names: bool = False
     """The config has to name a joined linear; if not, it may name its parts."""
     renamed: Mapping[str, str] = MappingProxyType({})
