@@ -94,6 +94,8 @@ class _Report:
         """The tensors that filled no parameter, by the names that transformers gave them."""
         self._files = tuple(opened)
         self._read = {name: file for file, names in opened.items() for name in names}
+        self._sources = {self._filled[name]: name for name in self._read if name in self._filled}
+        """By parameter: the tensor that filled it alone."""
         self._context = LoadContext(folder, geometry, self._files)
         section = folder.config.get("quantization_config")
         self._section: Mapping[str, object] = section if isinstance(section, dict) else {}
@@ -166,7 +168,7 @@ class _Report:
                 why = f"{why}: {_RENAMED}"
             verdict = context.judge_absent(slot, why, _CONFIG_FIX)
             return verdict.model_copy(update={"value": None})
-        read = next((each for each in self._read if self._filled.get(each) == name), None)
+        read = self._sources.get(name)
         stored = None if read is None else self._folder.scales[self._read[read]].get(read)
         if name in self._missing or stored is None:
             verdict = context.judge_absent(slot, _UNSET, _CONFIG_FIX, value=None)
