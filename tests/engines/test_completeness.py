@@ -355,6 +355,20 @@ def test_a_stored_output_layer_that_the_class_of_a_wrapped_model_may_lack_is_unk
     assert any("may have no output layer" in each for each in report.unknown)
 
 
+def test_towers_have_the_names_of_older_checkpoints_too(tmp_path: Path) -> None:
+    """On the Hub they have `vision_model`, which transformers 5 leaves out; vLLM 0.32.0 (run)."""
+    save_multimodal("paligemma", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    named = {name.replace("tower.", "tower.vision_model."): x for name, x in stored.items()}
+    kept = {name: x for name, x in named.items() if ".vision_model.head." not in name}
+    change_tensors(tmp_path, lambda _: kept)
+    change_config(tmp_path, lambda config: config["vision_config"].update(vision_use_head=False))
+
+    out = run(tmp_path, tmp_path / "out", "fp8-dynamic").out
+
+    assert ask(out, "vllm==0.32")["vllm==0.32"].verdict == "ok"
+
+
 @pytest.mark.parametrize(
     ("family", "prefix", "verdict"),
     [

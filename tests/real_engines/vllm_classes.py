@@ -87,6 +87,15 @@ _MOST_POSITIONS = 32768
 _NESTED_ONLY = ("_name_or_path", "output_attentions")
 """What `to_dict` adds to nested configs and some classes refuse."""
 _LAYER = re.compile(r"(.*?)\.(\d+)\.")
+_ROOTS = (
+    ("vision_tower.", "vision_tower.vision_model."),
+    ("model.vision_tower.", "vision_tower.vision_model."),
+    ("model.vision_tower.", "model.vision_tower.vision_model."),
+    ("language_model.model.model.", "language_model.model."),
+    ("model.language_model.", "language_model.model."),
+    ("language_model.model.", "model.language_model."),
+)
+"""How names begin that transformers writes, and that checkpoints on the Hub have."""
 _MATRIX = 2
 _STACK = 3
 _SPELLINGS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -341,21 +350,22 @@ class Recorder:
                 names, source = list_stored(job), "transformers"
         except Exception as error:  # noqa: BLE001 -- such as a class that only vLLM has
             names, source = guess_stored(model, config), f"guessed: {type(error).__name__}"
-        filled: dict[str, list[tuple[str, str, str]]] = {}
         unfilled: dict[str, str] = {}
-        chosen = choose_layers({**names, **dict(_spell_experts(names))}, modules)
-        for name, (parameters, why) in fill(model, chosen, is_part=is_drafter).items():
-            if why and name in names:
-                unfilled.setdefault(_NUMBER.sub("*", name), why)
-            for parameter, shard in parameters:
-                path = parameter.rpartition(".")[0]
-                filled.setdefault(path, []).append((name, parameter.rpartition(".")[2], shard))
         packed = getattr(config.quant_config, "packed_modules_mapping", None) or {}
-        linears = {}
-        for path, held in filled.items():
-            found = self._describe_linear(modules[path], path, held, packed)
-            linears[json.dumps(found)] = found
-        patterns = {_NUMBER.sub("*", path) for path in filled}
+        linears, patterns = {}, set()
+        for spelled in ({**names, **dict(_spell_experts(names))}, *_spell_roots(names)):
+            filled: dict[str, list[tuple[str, str, str]]] = {}
+            chosen = choose_layers(spelled, modules)
+            for name, (parameters, why) in fill(model, chosen, is_part=is_drafter).items():
+                if why and name in names:
+                    unfilled.setdefault(_NUMBER.sub("*", name), why)
+                for parameter, shard in parameters:
+                    path = parameter.rpartition(".")[0]
+                    filled.setdefault(path, []).append((name, parameter.rpartition(".")[2], shard))
+            for path, held in filled.items():
+                found = self._describe_linear(modules[path], path, held, packed)
+                linears[json.dumps(found)] = found
+            patterns |= {_NUMBER.sub("*", path) for path in filled}
         for path, module in modules.items():
             is_other = _NUMBER.sub("*", path) not in patterns
             is_linear = is_other and hasattr(module, "quant_method")
@@ -441,6 +451,15 @@ def _spell_experts(stored: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
                 yield f"{above}.0.{part}.weight", (shape[2] // 2, shape[1])
         elif len(shape) == _STACK and leaf == "down_proj":
             yield f"{above}.0.down_proj.weight", (shape[2], shape[1])
+
+
+def _spell_roots(stored: Mapping[str, Shape]) -> Iterator[dict[str, Shape]]:
+    """Give the names of a model with towers as other releases of transformers write them."""
+    for old, new in _ROOTS:
+        found = {name: shape for name, shape in stored.items() if name.startswith(old)}
+        spelled = {f"{new}{name.removeprefix(old)}": shape for name, shape in found.items()}
+        if found and spelled.keys().isdisjoint(stored):
+            yield spelled
 
 
 def guess_stored(
