@@ -370,18 +370,20 @@ def test_towers_have_the_names_of_older_checkpoints_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix", "verdict"),
+    ("family", "named", "verdict"),
     [
-        ("idefics3", "model.text_model", "ok"),
-        ("idefics3", "language_model.model", "not ok"),
-        ("idefics3", "text_model", "not ok"),
-        ("qwen3_asr", "model.language_model", "ok"),
-        ("qwen3_asr", "language_model.model", "ok"),
-        ("qwen3_asr", "model", "not ok"),
+        ("idefics3", "model.text_model.{}", "ok"),
+        ("idefics3", "language_model.model.{}", "not ok"),
+        ("idefics3", "text_model.{}", "not ok"),
+        ("qwen3_asr", "model.language_model.{}", "ok"),
+        ("qwen3_asr", "language_model.model.{}", "ok"),
+        ("qwen3_asr", "model.{}", "not ok"),
+        ("qwen3_asr", "re:language_model.model.{}", "ok"),
+        ("qwen3_asr", "re:model.language_model.{}", "not ok"),
     ],
 )
 def test_an_ignored_linear_is_named_as_the_engine_renames_it(
-    family: str, prefix: str, verdict: str, tmp_path: Path
+    family: str, named: str, verdict: str, tmp_path: Path
 ) -> None:
     """As vLLM 0.32.0 loads or refuses it (run)."""
     save_multimodal(family, tmp_path / "model")
@@ -391,7 +393,7 @@ def test_an_ignored_linear_is_named_as_the_engine_renames_it(
     def rename(config: dict[str, Any]) -> None:
         ignored = config["quantization_config"]["ignore"]
         kept = [each for each in ignored if "down_proj" not in each]
-        config["quantization_config"]["ignore"] = [*kept, f"{prefix}.{path}"]
+        config["quantization_config"]["ignore"] = [*kept, named.format(path)]
 
     change_config(out, rename)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
-from fp8calib.engines.vllm.linears import RENAMED_ROOTS, RENAMES_NONE, ROOTS
+from fp8calib.engines.vllm.linears import MAPPERS, NO_MAPPER, NO_PAIRS
 from fp8calib.engines.weights.reader import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
@@ -41,7 +41,6 @@ from tests.real_engines.vllm_sources import MODELOPT as MODELOPT_FILE
 _CONVERTOR = "transformers_utils/model_arch_config_convertor.py"
 _REGISTRY = "model_executor/models/registry.py"
 _MAPPER, _MAPPER_NAME = "model_executor/models/utils.py", "hf_to_vllm_mapper"
-_IN_DECODER = "layers.0.self_attn.o_proj"
 _CACHE = "config/cache.py"
 _TRITON = "v1/attention/backends/triton_attn.py"
 _ORACLE = "fused_moe/oracle/fp8.py"
@@ -213,11 +212,8 @@ def read_classes(package: Package) -> list[str]:
     return sorted(found)
 
 
-def read_roots(package: Package) -> Iterator[str]:
-    """Run the mapper of each class with other inputs on names of the decoder's layers.
-
-    Two classes, whose mappers are made by functions of their files, are left out.
-    """
+def read_mappers(package: Package) -> Iterator[str]:
+    """Read the mapper of each class; those that rename by expressions or functions are left out."""
     mapper = dataclass(take(package, _MAPPER, "WeightsMapper", field=field, re=re))
     files = [name for name in package.files if "/model_executor/models/" in f"/{name}"]
     classes = {
@@ -237,18 +233,27 @@ def read_roots(package: Package) -> Iterator[str]:
         found = (find_mapper(ast.unparse(base).partition("[")[0]) for base in bases)
         return next(filter(None, found), None)
 
-    table = find_symbol(package.parse(_REGISTRY), "_MULTIMODAL_MODELS")
-    assert isinstance(table, ast.Assign)
-    for architecture, (_, name) in ast.literal_eval(table.value).items():
-        try:
-            renamed = find_mapper(name)
-        except TypeError:
-            continue
-        rename = (lambda each: each) if renamed is None else renamed._map_name
-        names = {root: rename(f"{root}{_IN_DECODER}") or "" for root in ROOTS}
-        roots = {root: name.removesuffix(_IN_DECODER) for root, name in names.items()}
-        changed = (f"{root}>{new}" for root, new in roots.items() if new != root)
-        yield f"{architecture}: {' '.join(changed) or RENAMES_NONE}"
+    tree = package.parse(_REGISTRY)
+    for table in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
+        node = find_symbol(tree, table)
+        assert isinstance(node, ast.Assign)
+        for architecture, (_, name) in ast.literal_eval(node.value).items():
+            try:
+                found = find_mapper(name)
+            except TypeError:
+                continue
+            if found is None:
+                yield f"{architecture}: {NO_MAPPER}"
+            elif not found.orig_to_new_regex and not found.orig_to_new_renaming:
+                yield f"{architecture}: {' '.join(_list_pairs(found)) or NO_PAIRS}"
+
+
+def _list_pairs(mapper: Any) -> Iterator[str]:
+    """List what a mapper replaces, in its order; names that it drops are left out."""
+    for kind, begin, end in (("substr", "", ""), ("prefix", "^", ""), ("suffix", "", "$")):
+        for old, new in getattr(mapper, f"orig_to_new_{kind}").items():
+            if new is not None:
+                yield f"{begin}{old}{end}>{new}"
 
 
 class _Lazy:
@@ -367,10 +372,10 @@ PROBES: Mapping[str, Probe] = {
         source="config/model.py _FLOAT16_NOT_SUPPORTED_MODELS",
         how="read",
     ),
-    RENAMED_ROOTS: Probe(
-        read=read_roots,
+    MAPPERS: Probe(
+        read=read_mappers,
         source="hf_to_vllm_mapper of models/; models/utils.py WeightsMapper",
-        how="run",
+        how="read",
     ),
     ACCEPTED: Probe(
         read=read_auto_round,

@@ -35,16 +35,13 @@ from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.geometry import ModelGeometry
 from fp8calib.numerics.schemes import Granularity
 
-RENAMED_ROOTS = "roots of the decoder's layers that a class renames in the lists of a config"
-RENAMES_NONE = "-"
-ROOTS = (
-    *("language_model.model.", "model.language_model.", "model.text_model."),
-    *("language_model.", "model.", ""),
-)
-"""What may stand before `layers.` in checkpoints of models with other inputs, and in configs."""
+MAPPERS = "how a class renames the lists of a config"
+"""Of each class: `NO_MAPPER`, or pairs of texts of which the second replaces the first: at the
+beginning of a name (`^`), at its end (`$`) or anywhere; `NO_PAIRS` where there are none."""
+NO_MAPPER, NO_PAIRS = "none", "-"
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
 _CLASS_FIRST = "joined projections have the target of their class before that of their names"
-_RENAMING = "loader of this model type renames weight_scale_inv and activation_scale"
+_RENAMES_SCALES = ".weight_scale_inv$>.weight_scale"
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
 
@@ -72,10 +69,10 @@ class VllmReader(LinearReader):
             nested = {"quant_algo": "MXFP8", **listed}
             section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(folder, section, geometry, release)
-        renamed = release.find_value(RENAMED_ROOTS, geometry.architecture)
-        pairs = (each.partition(">") for each in renamed.split())
-        self._roots = {root: new for root, _, new in pairs} if renamed else None
-        if release.has(_RENAMING, geometry.model_type):
+        found = release.find_value(MAPPERS, geometry.architecture)
+        self._pairs = [each.split(">") for each in found.split() if ">" in each] if found else None
+        self._has_mapper = found not in ("", NO_MAPPER)
+        if _RENAMES_SCALES in found.split():
             self.renamed = _RENAMED
         types = release.values[BFLOAT16_TYPES]
         is_half = find_served_dtype(geometry, bfloat16_types=types) == "float16"
@@ -101,19 +98,28 @@ class VllmReader(LinearReader):
         self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
     ) -> str | None:
         """Find the first entry that matches a linear's path, both as the class renames them."""
-        root, layers, _ = path.partition("layers.")
-        if self._roots is None or not layers or root not in ROOTS:
+        if self._pairs is None:
             return super().find_entry(matches, path, entries)
         own = self._rename(path)
-        return next((each for each in entries if matches(self._rename(each), own)), None)
+        for entry in entries:
+            names = [entry]
+            is_tree = entry[-1:] == "*" and entry[-2:] != ".*"
+            if is_tree and self._has_mapper and self.method.startswith("modelopt"):
+                names = [entry[:-1], f"{entry[:-1]}.*"]  # modelopt.py, apply_vllm_mapper
+            if any(matches(self._rename(each), own) for each in names):
+                return entry
+        return None
 
     def _rename(self, name: str) -> str:
         """Rename a name as `WeightsMapper` of the class does; an expression stays as it is."""
-        root = next(each for each in ROOTS if name.startswith(each))
-        is_named = bool(root) or name.startswith("layers.")
-        if self._roots is None or name.startswith("re:") or not is_named:
-            return name
-        return f"{self._roots.get(root, root)}{name.removeprefix(root)}"
+        for old, new in () if name.startswith("re:") else self._pairs or ():
+            if old.startswith("^"):
+                name = f"{new}{name[len(old) - 1 :]}" if name.startswith(old[1:]) else name
+            elif old.endswith("$"):
+                name = f"{name[: 1 - len(old)]}{new}" if name.endswith(old[:-1]) else name
+            else:
+                name = name.replace(old, new, 1)
+        return name
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.
@@ -122,14 +128,15 @@ class VllmReader(LinearReader):
         config before it takes the embedding's weight. Run with starcoder2, smollm3, gpt_bigcode.
         """
         super().require_judged(tensors)
-        created = [each for name in HEADS for each in self.classes.get(name, ())]
+        heads = [name for name in self.classes if name.rpartition(".")[2] in HEADS]
+        created = [each for name in heads for each in self.classes[name]]
         if self.classes and not any(each.state in BY_CONFIG for each in created):
             return
         has_weights = any(each.dtype in WEIGHT_FORMATS for each in tensors.values())
         modules = (name.rpartition(".")[0] for name in tensors)
         if not has_weights or any(path.rpartition(".")[2] in HEADS for path in modules):
             return
-        name = HEADS[0]
+        name = created[0].path if created else HEADS[0]
         linear = StoredLinear(module=name, shape=(0, 0), tensors={})
         head = LinearGroup(path=name, kind="head", members=(linear,), state="config", listed=name)
         if not isinstance(self.find_scheme(head), Unquantized):
@@ -150,6 +157,10 @@ class VllmReader(LinearReader):
             if group.kind == "experts" and not is_read:
                 why = f"{self.release.title} loads no experts in {what} of auto-round"
                 raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)
+        elif self.renamed and self.method == "fp8" and found.weights is Granularity.BLOCK:
+            # models/mistral3.py: the mapper names scales of blocks as those of tensors; run
+            why = "its loader renames weight_scale_inv, and blocks have no other name for scales"
+            raise Refusal(f"{why} (ValueError)", fix="write it as compressed-tensors")
         elif found.is_mx:
             self.require_mx(self._mx_form, group.kind, "ValueError")
         elif group.kind == "head" and found.weights is Granularity.BLOCK:
@@ -204,7 +215,11 @@ class VllmReader(LinearReader):
     def _find_compressed(self, group: LinearGroup) -> Found:
         path = group.listed
         if group.kind == "experts":
-            target = self.find_expert_target(path, self._list_first_expert(group))
+            parts = self._list_first_expert(group)
+            target = self.find_expert_target(path, parts)
+            is_renamed = parts[0].endswith(".w1")  # transformers 5 calls it gate_up_proj
+            if self._pairs is None and is_renamed and target not in (None, "Linear"):
+                raise Unjudged("it is not known how transformers' class names its experts")
         else:
             ways = ("class", "parts") if self.release.has(_CLASS_FIRST) else ("parts", "class")
             parts = self.list_parts(group)

@@ -41,9 +41,11 @@ _STACKED = {
     "experts.down_proj": ("down_proj",),
     "input_linear.weight": ("gate_proj", "up_proj"),
     "output_linear.weight": ("down_proj",),
+    "experts.fc1.weight": ("gate_proj", "up_proj"),
+    "experts.fc2.weight": ("down_proj",),
 }
-"""The names of a layer's experts in one tensor, and the projections in it; the last two are
-granitemoe's."""
+"""The names of a layer's experts in one tensor, and the projections in it; the last four are
+granitemoe's and aria's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Other names of an expert's projections."""
