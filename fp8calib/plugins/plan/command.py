@@ -184,10 +184,12 @@ def describe(result: PlanResult, request: PlanRequest) -> Iterator[Block]:
 
 def _describe_sum(result: PlanResult) -> str:
     """Say how far the sum of the groups is from the plan."""
+    alone = ""
+    if result.summed_kld is not None:
+        alone = f", and its groups alone add up to {format_kld(result.summed_kld)}"
     return (
         f"on the {result.search_tokens:,} tokens of the search the plan has KLD "
-        f"{format_kld(result.searched_kld)} nats, and its groups alone add up to "
-        f"{format_kld(result.summed_kld)} ({result.passes} passes)"
+        f"{format_kld(result.searched_kld)} nats{alone} ({result.passes} passes)"
     )
 
 

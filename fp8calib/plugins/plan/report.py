@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Literal
@@ -16,7 +15,14 @@ from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.model.geometry import Frozen
 from fp8calib.numerics.rules import AMAX
-from fp8calib.plugins.plan.choices import Choices, Plan, count_bytes, list_uniform
+from fp8calib.plugins.plan.choices import (
+    IN_16_BITS,
+    Choices,
+    Plan,
+    choice_of,
+    count_bytes,
+    list_uniform,
+)
 from fp8calib.plugins.plan.inputs import OpenedPlan
 from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
@@ -96,8 +102,8 @@ class PlanResult(Result):
     ppl_ratio_se: float | None
     searched_kld: float
     """The loss on the text of the search."""
-    summed_kld: float
-    """The sum of the groups' losses there."""
+    summed_kld: float | None
+    """The sum of the groups' losses there; null where one was not measured alone."""
     passes: int
     """Forward passes over the text of the search that this run took, the unquantized model's too.
     """
@@ -166,7 +172,7 @@ def make_report(
         bytes=BeforeAfter(before=choices.unquantized_bytes, after=best.size_bytes),
         **{name: getattr(chosen, name) for name in _FIGURES},
         searched_kld=best.kld,
-        summed_kld=math.fsum(g.choices[g.pick(best.plan)].kld_mean for g in search.groups),
+        summed_kld=_sum_groups(search, best.plan),
         passes=search.measure.passes,
         groups=tuple(_list_groups(search, best.plan)),
         frontier=tuple(points),
@@ -213,6 +219,23 @@ def _judge(
     return "cannot-tell", f"{shown}: too little text to tell it from {budget.limit:g}"
 
 
+def _sum_groups(search: Search, plan: Plan) -> float | None:
+    """Sum what the choices cost alone; None where the plan has one that was not measured alone."""
+    summed = 0.0
+    for group in search.groups:
+        chosen = group.choices[group.pick(plan)]
+        if chosen.name != _name_choice(group, plan):
+            return None
+        summed += chosen.kld_mean
+    return summed
+
+
+def _name_choice(group: Group, plan: Plan) -> str:
+    """Name the scheme that a plan gives to a group, also one that the search has dropped."""
+    names = (choice_of(unit, plan) for unit in group.units)
+    return next((name for name in names if name != IN_16_BITS), IN_16_BITS)
+
+
 def _list_groups(search: Search, plan: Plan) -> Iterator[PlannedGroup]:
     for group in search.groups:
         units = group.units
@@ -220,14 +243,14 @@ def _list_groups(search: Search, plan: Plan) -> Iterator[PlannedGroup]:
         if units[0].linears:
             refused = {**search.dropped, **refused}
         sites = {str(site) for unit in units for site in unit.sites}
-        chosen = group.choices[group.pick(plan)]
+        saved = count_bytes(units, {}) - count_bytes(units, plan)
         yield PlannedGroup(
             name=group.name,
             layers=tuple(sorted({layer for unit in units for layer in unit.layers})),
             linears=tuple(linear for unit in units for linear in unit.linears),
-            choice=chosen.name,
+            choice=_name_choice(group, plan),
             rules={s: r for s, r in plan.items() if s in sites and r != str(AMAX)},
-            saved_bytes=group.choices[0].size_bytes - chosen.size_bytes,
+            saved_bytes=saved,
             why=_explain(group) or next(iter(refused.values()), ""),
             choices=group.choices[1:],
             refused=refused,

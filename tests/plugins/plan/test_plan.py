@@ -223,6 +223,30 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     assert f"the plan has KLD {losses[0]} nats, and its groups alone add up to {losses[1]}" in page
 
 
+def test_the_choices_are_those_of_the_recipe_where_nothing_fits(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The smallest plan may have a scheme that the search has dropped: another loses less."""
+    options = ("--max-bytes", 0.1, "--kv-tokens", 0, "--passes", 2, "--points", 0)
+    found = plan(planted, tmp_path / "plan", *options).json
+    recipe = tmp_path / "plan" / "recipe.yaml"
+    stats = ("--stats", tmp_path / "plan" / "stats.safetensors")
+    command = (
+        "quantize",
+        planted[0],
+        "--scheme",
+        recipe,
+        *stats,
+        "--out",
+        tmp_path / "fp8",
+        "--json",
+    )
+    quantized = succeed(*command).json["quantized"]
+    chosen = [each for each in found["groups"] if each["choice"] != "16 bits"]
+    assert sorted(name for each in chosen for name in each["linears"]) == sorted(quantized)
+    assert sum(each["saved_bytes"] for each in chosen) > 0
+
+
 def test_a_recipe_has_schemes_and_options_replace_them(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
