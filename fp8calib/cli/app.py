@@ -22,6 +22,7 @@ from fp8calib.cli.console import (
     print_text,
     say,
     show_error,
+    warn,
 )
 from fp8calib.commands import find_module, find_request, spell_commands, summarize_command
 from fp8calib.commands.command_line import slow_imports
@@ -68,8 +69,16 @@ class _Command(TyperCommand):
     """A command whose help has its options by what they are about."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; of an option that takes one value, the parser keeps the last."""
         from fp8calib.commands.options import spread_formats  # noqa: PLC0415 -- imports engines
 
+        typed = [word.partition("=")[0] for word in args if word.startswith("--")]
+        for each in self.params:
+            given = [word for word in typed if word in each.opts]
+            if len(given) > 1 and not (
+                getattr(each, "multiple", False) or getattr(each, "is_flag", False)
+            ):
+                warn(f"{given[1]} takes one value: the last one counts")
         return super().parse_args(ctx, spread_formats(args))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

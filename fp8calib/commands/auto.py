@@ -32,6 +32,8 @@ else:  # importing it takes seconds
 
 _CALIBRATED, _LEAST, _ENOUGH = 4 / 5, 5, 40
 _OVERLAY, _SCALE_ONE, _PAGE = "kv-overlay", "scale-1.0", "report.html"
+_OTHER = "name another folder"
+_STOPPED = f"{_OTHER}, or add --resume if that run was stopped before its end"
 
 
 @request_class
@@ -104,11 +106,8 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         from fp8calib.verification.judge.decide import choose_smallest
         from fp8calib.verification.page.page import write_page
     out = Path(request.out)
-    if (out / _PAGE).exists() or (out.exists() and not request.resume):
-        raise UsageError(
-            f"--out {out}: exists",
-            hint="name another folder, or add --resume if that run was stopped before its end",
-        )
+    if out.exists() and ((out / _PAGE).exists() or not request.resume):
+        raise UsageError(f"--out {out}: exists", hint=_OTHER if request.resume else _STOPPED)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with model.open_run_model(request) as opened:
         data = model.read_settings(request, specs)
@@ -135,7 +134,6 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     numbered = iter([f"step {i} of {len(steps)}: {each}" for i, each in enumerate(steps, 1)])
     common: dict[str, Any] = {e.name: getattr(request, e.name) for e in fields(TextOptions)}
     common |= {"seq_len": text.seq_len, "text_column": None, "pack": False}
-
     reporter.say("\n".join([*(text.rows.describe() if text.rows else ()), next(numbered)]))
     common |= {"data": text.sequences[:cut], "samples": cut}
     asked = CalibrateRequest(**common, out=out, resume=request.resume, force=request.resume)

@@ -164,8 +164,9 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
     header, sizes = result.stats.header, result.kv_bytes_per_token
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
+    tokens = f"{result.tokens:,} tokens" if result.shard else header.describe_tokens()
     measured = (
-        f"{header.describe_tokens()} in {format_count(result.sequences, 'sequence')}, {counted}"
+        f"{tokens} in {format_count(result.sequences, 'sequence')}, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage['observed']} tensors measured"
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_class
+from fp8calib.checkpoint.output import explained
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import DEFAULT_ENGINES
@@ -108,7 +109,8 @@ def _replay_plan(
     """
     with TemporaryDirectory(prefix="fp8calib-") as name:
         folder = Path(name)
-        write_outline(plan, folder)
+        with explained(folder):
+            write_outline(plan, folder)
         opened = open_folder(folder)
         try:
             geometry = read_geometry(opened.path, opened.config)

@@ -231,8 +231,9 @@ class Recorder:
 
         is_torchvision_available()  # cached before there is a stub
         sys.meta_path.insert(0, _Stubs())
-        self.asked: dict[int, str] = {}
-        """The paths under which modules asked the config, by their ids."""
+        self.asked: dict[int, tuple[str, Mapping[str, Sequence[str]]]] = {}
+        """By the ids of modules: the path under which one asked the config, and what the config
+        knew then of joined linears. The text model of some classes tells it after the tower."""
         self.mappers: list[Any] = []
         """What renamed the lists of the config."""
         self._change_vllm()
@@ -247,8 +248,8 @@ class Recorder:
         torch.cuda.Stream = torch.cuda.Event = MagicMock
         experts = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
 
-        def get(_: object, layer: Any, prefix: str) -> Any:
-            self.asked[id(layer)] = prefix
+        def get(config: Any, layer: Any, prefix: str) -> Any:
+            self.asked[id(layer)] = prefix, dict(config.packed_modules_mapping or {})
             if isinstance(layer, LinearBase):
                 return UnquantizedLinearMethod()
             return experts(layer.moe_config) if hasattr(layer, "moe_config") else None
@@ -351,7 +352,6 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 -- such as a class that only vLLM has
             names, source = guess_stored(model, config), f"guessed: {type(error).__name__}"
         unfilled: dict[str, str] = {}
-        packed = getattr(config.quant_config, "packed_modules_mapping", None) or {}
         linears, patterns = {}, set()
         for spelled in ({**names, **dict(_spell_experts(names))}, *_spell_roots(names)):
             filled: dict[str, list[tuple[str, str, str]]] = {}
@@ -363,14 +363,14 @@ class Recorder:
                     path = parameter.rpartition(".")[0]
                     filled.setdefault(path, []).append((name, parameter.rpartition(".")[2], shard))
             for path, held in filled.items():
-                found = self._describe_linear(modules[path], path, held, packed)
+                found = self._describe_linear(modules[path], path, held)
                 linears[json.dumps(found)] = found
             patterns |= {_NUMBER.sub("*", path) for path in filled}
         for path, module in modules.items():
             is_other = _NUMBER.sub("*", path) not in patterns
             is_linear = is_other and hasattr(module, "quant_method")
             if is_linear and next(module.parameters(recurse=False), None) is not None:
-                found = self._describe_linear(module, path, [], packed)
+                found = self._describe_linear(module, path, [])
                 linears[json.dumps(found)] = found
         return {
             "class": type(model).__name__,
@@ -384,10 +384,9 @@ class Recorder:
         module: Any,
         path: str,
         held: Sequence[tuple[str, str, str]],
-        packed: Mapping[str, Sequence[str]],
     ) -> dict[str, Any]:
         """Describe a module: its class, whether it asked the config, and what fills it."""
-        prefix = self.asked.get(id(module))
+        prefix, packed = self.asked.get(id(module), (None, {}))
         ordered = sorted(held, key=lambda each: (each[1], "qkv".find(each[2]), each[2].strip("(")))
         names = list(dict.fromkeys(name for name, _, _ in ordered))
         own = (prefix or path).rpartition(".")[2]
