@@ -1,6 +1,7 @@
 """`export`: from statistics alone, several shards, and the weights of every rank in FP8."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ def test_calibrate_and_export_follow_a_rule_alike(
 def test_joined_shards_are_the_file_of_one_run(model: Path, data: Path, tmp_path: Path) -> None:
     command = ("calibrate", model, "--data", data, *QUICK, "--samples", 6)
     for index in (1, 2):
-        succeed(*command, "--shard", f"{index}/2", "--out", tmp_path / str(index))
+        made = succeed(*command, "--shard", f"{index}/2", "--out", tmp_path / str(index))
+        (tokens,) = re.findall(r"([\d,]+) tokens in 3 sequences", made.out)
+        assert made.err.count("--samples takes one value: the last one counts") == 1
+        report = json.loads((tmp_path / str(index) / "report.json").read_text())
+        assert int(tokens.replace(",", "")) == report["tokens"]
     succeed(*command, "--out", tmp_path / "whole")
     whole = (tmp_path / "whole" / "stats.safetensors").read_bytes()
     names = [tmp_path / "2", tmp_path / "1" / "stats.safetensors"]
