@@ -140,8 +140,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     except ImportError as error:
         raise UsageError(
             f"vLLM cannot be imported here: {error}",
-            hint="install fp8calib where vLLM is installed: "
-            "`pip install fp8calib` in its environment",
+            hint="install fp8calib where vLLM is: `pip install .` of the clone in its environment",
         ) from error
     known = [each.name for each in fields(EngineArgs)]
     for name, value in options.items():
