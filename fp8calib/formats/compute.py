@@ -201,8 +201,6 @@ def write_formats(
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, rules=rules))
     notes: list[str] = []
     for dialect in map(find_dialect, dict.fromkeys(formats)):
-        if dialect.unread:
-            notes.append(f"{dialect.name}: {dialect.unread}; they load kv-overlay")
         for tp in dialect.degrees(tps):
             has_query = query and dialect.has_query
             linears = None

@@ -203,6 +203,8 @@ def write_table(
 
 def _describe(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[str]:
     """Describe what a user should know about what was written."""
+    if dialect.unread:
+        yield f"{dialect.name}: {dialect.unread}; they load kv-overlay"
     for written in filter(None, (job.linears, job.table)):
         for site, scale in written.not_observed():
             yield f"{site}: {scale.why_not_observed}"

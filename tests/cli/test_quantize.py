@@ -1,5 +1,6 @@
 """`quantize`: the command, its words and its exit codes."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
+from fp8calib.commands import check_planned
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checked import list_commands, list_verdicts
@@ -216,3 +218,16 @@ def test_gptq_rounds_each_linear_as_a_run_of_its_scheme_does(tmp_path: Path) -> 
             assert torch.equal(mixed[name].float(), single[name].float()), name
     chosen = {find_scheme(e["module"]) for e in report["rounded"] if e["rounding"] == "gptq"}
     assert chosen == {*schemes}
+
+
+def test_a_limit_on_files_is_an_error_of_the_output(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ulimit -f` holds for the outline too, which is written before a weight is read."""
+
+    def fail_to_write(*_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(check_planned, "write_outline", fail_to_write)
+    said = fail(7, "quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    assert "cannot be written: File too large" in said
