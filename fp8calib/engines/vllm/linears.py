@@ -72,6 +72,8 @@ class VllmReader(LinearReader):
         found = release.find_value(MAPPERS, geometry.architecture)
         self._pairs = [each.split(">") for each in found.split() if ">" in each] if found else None
         self._has_mapper = found not in ("", NO_MAPPER)
+        self._named: dict[str, tuple[str, ...]] = {}
+        """What entries of lists become."""
         if _RENAMES_SCALES in found.split():
             self.renamed = _RENAMED
         types = release.values[BFLOAT16_TYPES]
@@ -102,11 +104,14 @@ class VllmReader(LinearReader):
             return super().find_entry(matches, path, entries)
         own = self._rename(path)
         for entry in entries:
-            names = [entry]
-            is_tree = entry[-1:] == "*" and entry[-2:] != ".*"
-            if is_tree and self._has_mapper and self.method.startswith("modelopt"):
-                names = [entry[:-1], f"{entry[:-1]}.*"]  # modelopt.py, apply_vllm_mapper
-            if any(matches(self._rename(each), own) for each in names):
+            names = self._named.get(entry)
+            if names is None:
+                is_tree = entry[-1:] == "*" and entry[-2:] != ".*"
+                is_split = is_tree and self._has_mapper and self.method.startswith("modelopt")
+                # modelopt.py, apply_vllm_mapper
+                trees = (entry[:-1], f"{entry[:-1]}.*") if is_split else (entry,)
+                names = self._named[entry] = tuple(map(self._rename, trees))
+            if any(matches(each, own) for each in names):
                 return entry
         return None
 
