@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
@@ -251,3 +251,25 @@ def test_a_link_to_a_file_elsewhere_is_refused(
     with pytest.raises(ModelError, match=f"{name} is a link out of the folder") as refused:
         refuse_external_links(folder)
     assert "hard-link" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_quantized"),
+    [
+        ("up_proj.weight", torch.float8_e4m3fn, True),
+        ("up_proj.weight_packed", torch.int32, True),
+        ("up_proj.qweight", torch.int32, True),
+        ("up_proj.weight", torch.bfloat16, False),
+    ],
+)
+def test_codes_without_a_quantization_config_are_refused(
+    tmp_path: Path, name: str, dtype: torch.dtype, is_quantized: bool
+) -> None:
+    save_file({name: torch.ones(4, 4).to(dtype)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        if not is_quantized:
+            assert read_quantization(checkpoint) is None
+            return
+        with pytest.raises(ModelError, match=f"{name} is quantized, but config.json has no"):
+            read_quantization(checkpoint)

@@ -1,5 +1,6 @@
 """What `check` says of FP8 weights beside their KV scales, by engine, form and number of ranks."""
 
+import json
 import re
 import shutil
 import tempfile
@@ -383,6 +384,16 @@ def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: st
     assert status == "misread"
     assert path in why
     assert "is missing: the engine uses uninitialised memory" in why
+
+
+def test_targets_may_be_the_paths_of_linears(tmp_path: Path) -> None:
+    folder = make(tmp_path, CT, "fp8-dynamic", **WHOLE)
+    tensors = load_file(folder / "model.safetensors").items()
+    paths = [name[: -len(".weight")] for name, x in tensors if x.dtype is torch.float8_e4m3fn]
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = {**config["config_groups"]["group_0"], "targets": paths}
+    change_quantization(folder, config_groups={"group_0": group})
+    assert tell(ask(folder, "vllm==0.32")) == "ok"
 
 
 @pytest.mark.parametrize(
