@@ -198,7 +198,7 @@ def _list_owned(found: ScaleTable, checkpoint: Checkpoint) -> frozenset[str]:
     # the config of a quantization that no longer holds is not copied
     quantizations = {dialect.own_file for dialect in FP8_DIALECTS.values()}
     dialect = _choose_dialect(found)
-    return list_owned(dialect, [1], found.geometry, checkpoint) - quantizations
+    return list_owned(dialect, [1], checkpoint) - quantizations
 
 
 def _write_overlay(found: ScaleTable, plain: Path, folder: Path, *, shown: Path) -> Iterable[str]:

@@ -215,7 +215,7 @@ def _write(
     checked: tuple[WrittenCheck, ...] = ()
     with output_folder(
         out,
-        owned=list_owned(dialect, tps, geometry, checkpoint),
+        owned=list_owned(dialect, tps, checkpoint),
         force=request.force,
         inputs=[checkpoint.folder, Path(request.quantized_model)],
     ) as folder:

@@ -42,7 +42,7 @@ from fp8calib.engines.weights.parameters import are_elsewhere
 from fp8calib.engines.weights.stored import OpenedWeights, list_opened_files
 from fp8calib.errors import UsageError, shorten
 from fp8calib.formats.kv.kv_scales import name_scales
-from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
+from fp8calib.formats.kv.overlay import make_quantization_config
 from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.model.geometry_from_config import is_plain
@@ -270,18 +270,15 @@ def replay_overlay(
     if engine.replay_folder is None:
         return report_refusal(geometry, Refusal(engine.no_folder, fix=""))
     roles = itertools.product((each for _, each in geometry.attentions()), KV_ROLES)
-    names = [name for attention, role in roles for name in name_scales(attention, role)]
-    unlisted = list_unlisted(geometry, names)
-    listed = [name for name in names if name not in unlisted]
+    names = [name for each, role in roles for name in name_scales(geometry, each, role)]
     config = {**model.config, "quantization_config": make_quantization_config("tensor")}
-    index = {"weight_map": dict.fromkeys(listed, SINGLE_FILE_NAME)}
+    index = {"weight_map": dict.fromkeys(names, SINGLE_FILE_NAME)}
     with TemporaryDirectory(prefix="fp8calib-") as place:
         folder = Path(place)
         for name, document in ((CONFIG_NAME, config), (INDEX_NAME, index)):
             (folder / name).write_text(json.dumps(document))
-        for name, held in ((SINGLE_FILE_NAME, listed), (UNLISTED_NAME, unlisted)):
-            scales = {each: np.ones(1, np.float32) for each in held}
-            save_file(scales, folder / name, metadata={"format": "pt"})
+        scales = {name: np.ones(1, np.float32) for name in names}
+        save_file(scales, folder / SINGLE_FILE_NAME, metadata={"format": "pt"})
         try:
             return engine.replay_folder(open_folder(folder), geometry, tp)
         except Refusal as refusal:

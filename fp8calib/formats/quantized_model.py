@@ -23,11 +23,6 @@ from fp8calib.formats.kv.parse_names import PROBABILITY_SCALES, parse_name
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role
 
-_PROJECTION_TYPES = ("qwen3_next",)
-"""Model types in which SGLang stops at `self_attn.k_scale`, and loads ModelOpt's names (0.5.23
-`srt/models/qwen3_next.py`). Elsewhere vLLM, SGLang and TGI all load `self_attn.k_scale`, in more
-models than `self_attn.k_proj.k_scale`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModel:
@@ -77,15 +72,13 @@ class QuantizedModel:
         name = name_scales if table.per_head else self._name
         return make_scale_tensors(table, scalar_shape=shape, name=name)
 
-    def _name(self, attention: Attention, role: Role) -> tuple[str, ...]:
-        path, dialect = f"{attention.checkpoint_module}.{role}_proj.", self.dialect
+    def _name(self, geometry: ModelGeometry, attention: Attention, role: Role) -> tuple[str, ...]:
+        path = f"{attention.checkpoint_module}.{role}_proj."
         has_projection = any(name.startswith(path) for name in self.source.tensors)
-        if dialect is not None and role is not Role.Q and has_projection:
-            if dialect is QUARK and names_outputs(self.config):
-                return (f"{path}output_scale",)
-            if self.source.load_config().get("model_type") in _PROJECTION_TYPES:
-                return dialect.name_kv(attention, role, has_projections=True)
-        return name_scales(attention, role)
+        is_quark = self.dialect is QUARK and names_outputs(self.config)
+        if is_quark and role is not Role.Q and has_projection:
+            return (f"{path}output_scale",)
+        return name_scales(geometry, attention, role)
 
     def list_schemes(self) -> Iterator[tuple[str, object]]:
         """List the schemes of the KV cache in the configs, with their keys."""

@@ -14,7 +14,6 @@ from fp8calib.checkpoint.overlay import list_overlay
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
-from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.formats.metadata import describe_source
 from fp8calib.formats.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.formats.registry import find_dialect
@@ -95,14 +94,11 @@ def check_overlay_source(
         check_attachable(source, geometry, dialect, replaces_scales=replaces_scales)
 
 
-def list_owned(
-    dialect: Dialect, tps: Iterable[int], geometry: ModelGeometry, source: Checkpoint
-) -> frozenset[str]:
+def list_owned(dialect: Dialect, tps: Iterable[int], source: Checkpoint) -> frozenset[str]:
     """Name the entries of an output folder that *is* the overlay, or holds the files."""
     if not dialect.needs_model:
         return list_outputs([dialect.name], tps)
-    unlisted = {UNLISTED_NAME} if geometry.model_type in VLLM_STRICT_TYPES else frozenset[str]()
-    return list_overlay(source) | unlisted
+    return list_overlay(source)
 
 
 def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
@@ -114,7 +110,7 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
     for dialect in map(find_dialect, formats):
         folder = out / dialect.path()
         if dialect.needs_model and folder.is_dir():
-            known = list_overlay(source) | {UNLISTED_NAME}
+            known = list_overlay(source)
             refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
 
 

@@ -22,7 +22,7 @@ from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.geometry import Attention, Layer, Linear, Role, Site
+from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.model.module_paths import list_paths, span_experts, split_expert
 from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.encode import scale_of
@@ -62,9 +62,9 @@ def find_kv_scales(
         return {}, ()
     table = compute_kv_scales(stats, E4M3FN, rules=rules)
 
-    def name(attention: Attention, role: Role) -> tuple[str, ...]:
+    def name(geometry: ModelGeometry, attention: Attention, role: Role) -> tuple[str, ...]:
         has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint.tensors
-        return dialect.name_kv(attention, role, has_projections)
+        return dialect.name_kv(geometry, attention, role, has_projections)
 
     return make_scale_tensors(table, name=name), _explain_substitutes(table)
 

@@ -58,7 +58,8 @@ def describe_model(case: Mapping[str, Any]) -> ModelGeometry:
 
 def compare(engine: str, case: Mapping[str, Any], folder: Path) -> EngineReport:
     """Ask the engine about a case, and compare what it says with what is wanted."""
-    geometry = describe_model(case)
+    known = "LlamaForCausalLM" if engine.startswith("sglang") else "Handmade"
+    geometry = describe_model({"architecture": known, **case})
     scales = {
         (name[1:] if name.startswith("/") else f"{PATH}.{name}").format(layer.index): value
         for layer in geometry.layers

@@ -56,7 +56,7 @@ def make_geometry(
     *,
     model_type: str = "llama",
     checkpoint_dtype: str = "bfloat16",
-    architecture: str = "Handmade",
+    architecture: str = "LlamaForCausalLM",
     num_draft_layers: int = 0,
 ) -> ModelGeometry:
     """Make a geometry of layers."""

@@ -125,7 +125,6 @@ PROBES: Mapping[str, Probe] = {
         read=lambda package: sorted(SglangModels(package).entries),
         source=f"{_MODELS} EntryClass",
         how="read",
-        is_difference=True,
     ),
     "the format of a config group is read": Probe(
         read=reads_group_formats,

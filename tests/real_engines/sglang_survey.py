@@ -32,10 +32,11 @@ _NAMES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING
 MODELS = {
     name: _NAMES[name]
     for name in (
-        *("cohere", "cohere2", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma", "gemma2"),
-        *("gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe", "gpt_oss", "granite"),
-        *("granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "llama"),
-        *("llama4_text", "minicpm3", "minimax_m2", "mistral", "mixtral", "olmo", "olmo2", "olmoe"),
+        *("afmoe", "cohere", "cohere2", "cohere2_moe", "ernie4_5_moe", "exaone4", "falcon_h1"),
+        *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe"),
+        *("gpt_oss", "granite", "granite_swa", "granitemoehybrid", "hunyuan_v1_dense"),
+        *("hunyuan_v1_moe", "laguna", "lfm2", "llama", "llama4_text", "minicpm3", "minimax_m2"),
+        *("mistral", "mixtral", "olmo", "olmo2", "olmoe"),
         *("opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
         *("qwen3_next", "stablelm", "starcoder2"),
     )
@@ -78,6 +79,8 @@ _TEXT_TYPES = {
     **{name: f"{name}_text" for name in ("llama4", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")},
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "mllama": "mllama_text_model",
+    "paddleocr_vl": "paddleocr_vl_text",
+    "glm_ocr": "glm_ocr_text",
     "glmasr": "llama",
     "lfm2_vl": "lfm2",
     "qwen2_audio": "qwen2",

@@ -21,7 +21,8 @@ from fp8calib.engines.vllm.engine import VLLM_CPU
 from fp8calib.engines.vllm.kv_method import find_kv_method, name_exclusion_list
 from fp8calib.engines.vllm.linears import VllmReader
 from fp8calib.formats.kv.config import find_scheme_fault
-from fp8calib.model.geometry import ModelGeometry
+from fp8calib.formats.kv.kv_scales import name_scales
+from fp8calib.model.geometry import ModelGeometry, Role
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,
@@ -33,6 +34,7 @@ from tests.engines.check_handmade import (
     save_folder,
     spell,
 )
+from tests.formats.handmade import make_attention
 from tests.real_engines.package import find_symbol, open_release
 from tests.real_engines.release_configs import (
     CONFIGS,
@@ -239,6 +241,24 @@ def test_every_spelling_ends_as_in_the_models_own_loader(
         name: {spelling: {outcome} for spelling, outcome in outcomes.items()}
         for name, outcomes in survey(release)[kind].items()
     }
+
+
+@by_sglang_release
+@pytest.mark.parametrize(("kind", "models"), [("models", PLAIN), ("wrappers", WRAPPED)])
+def test_a_written_scale_is_loaded_where_any_name_is(
+    release: Release, kind: str, models: Mapping[str, Mapping[str, str]]
+) -> None:
+    attention = make_attention(0)
+    spelled = {"k_scale": "ours", "attn.k_scale": "the parameter's"}
+    for model, found in survey(release)[kind].items():
+        geometry = plain_geometry(architecture=models[model]["architecture"])
+        written = {
+            found[spelled[name.removeprefix(f"{attention.checkpoint_module}.")]]
+            for name in name_scales(geometry, attention, Role.K)
+        }
+        if "used" in {found[each] for each in spelled.values()}:
+            assert "used" in written, model
+            assert "refused" not in written, model
 
 
 @by_sglang_release

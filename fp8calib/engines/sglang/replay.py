@@ -24,14 +24,13 @@ from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.loaded_scales import open_indexed
 from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict, Refusal, report_alike
 from fp8calib.engines.status import Status
+from fp8calib.errors import shorten
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 _CLASS = "class"
-"""Without a class SGLang runs transformers' code, whose attention has no parameters of its own
-(`models/transformers.py`)."""
 _PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
 _MAPS_NAMES = "loader of this model type maps the names of KV scales (maybe_remap_kv_scale_name)"
 """Its attention gets a folder's `k_scale`."""
@@ -95,7 +94,7 @@ def replay_sglang(
     model_type = release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
     # a loader that maps names does not know the parameter's own
     read = modules if release.has(_MAPS_NAMES, model_type) else paths
-    if has_class(geometry.architecture, release):
+    if has_class(folder, geometry, release):
         fix = _FIX.format(path=next(iter(read.values()), "attn"))
         if release.has(PLACELESS, geometry.model_type):
             fix = _PLACELESS_FIX
@@ -128,10 +127,19 @@ def replay_sglang(
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
 
 
-def has_class(architecture: str, release: Release) -> bool:
-    """Tell whether a release is not older than a model's class."""
-    is_later = bool(release.begins[_CLASS].get(architecture))
-    return not is_later or release.has(_CLASS, architecture)
+def has_class(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
+    """Tell whether a release has the class of a model.
+
+    Without one SGLang runs transformers' code, whose attention has no parameters of its own
+    (`models/transformers.py`).
+    """
+    return not {*_list_classes(folder, geometry)}.isdisjoint(release.values[_CLASS])
+
+
+def _list_classes(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
+    """List the names of a model's class: transformers' own, and those that its config has."""
+    named = folder.config.get("architectures")
+    return [geometry.architecture, *map(str, named if isinstance(named, list) else ())]
 
 
 def find_fault(
@@ -139,10 +147,13 @@ def find_fault(
 ) -> tuple[str, str] | None:
     """Say why attention has no parameters for KV scales, and what to do; None if it has."""
     why, fix = _explain_config(find_sglang_config(folder), release)
-    if not why and not has_class(geometry.architecture, release):
-        since, fix = release.begins[_CLASS][geometry.architecture], _NEWER_FIX
-        why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
-        why = f"{why}, and loads no KV scales with transformers' class"
+    if not why and not has_class(folder, geometry, release):
+        name = geometry.architecture
+        since = release.begins[_CLASS].get(name, "")
+        fix = _NEWER_FIX if since else _PLACELESS_FIX
+        came = f", which came with {since}," if since else ""
+        why = f"{release.title} has no class {shorten(name)}{came} and loads no KV scales with"
+        why = f"{why} transformers' class"
     elif not why and release.has(PLACELESS, geometry.model_type):
         owner, fix = f"{release.title}'s attention of {geometry.model_type}", _NEWER_FIX
         why = f"{owner} has no parameters for KV scales"
@@ -284,7 +295,7 @@ def replay_json(
     """
     # multimodal classes read none
     is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
-    has_own = has_class(geometry.architecture, release) and not is_wrapped
+    has_own = has_class(model, geometry, release) and not is_wrapped
     fix = "serve a kv-overlay instead"
     if not has_own or not release.has(_READS_FILE, geometry.model_type):
         model_type = release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type

@@ -18,7 +18,7 @@ from fp8calib.model.geometry import Role
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme
 
 if TYPE_CHECKING:
-    from fp8calib.model.geometry import Attention
+    from fp8calib.model.geometry import Attention, ModelGeometry
 
 Shape = tuple[int, ...]
 Config = dict[str, object]
@@ -140,11 +140,15 @@ class Fp8Dialect:
         is_variant = self.has_variants and isinstance(method, str)
         return method == self.method or (is_variant and str(method).startswith(self.method))
 
-    def name_kv(self, attention: Attention, role: Role, has_projections: bool) -> tuple[str, ...]:
+    def name_kv(
+        self, geometry: ModelGeometry, attention: Attention, role: Role, has_projections: bool
+    ) -> tuple[str, ...]:
         """Name the scale of K or V, given whether the checkpoint has a tensor for k_proj."""
-        if self.names_kv_by_projection and has_projections:
+        names = name_scales(geometry, attention, role)
+        is_mapped = names == (f"{attention.checkpoint_module}.{role}_scale",)
+        if self.names_kv_by_projection and has_projections and is_mapped:
             return (f"{attention.checkpoint_module}.{role}_proj.{role}_scale",)
-        return name_scales(attention, role)
+        return names
 
     def name_scale(self, granularity: Granularity) -> str:
         """Name the scale of a weight, without the linear's path."""

@@ -28,18 +28,50 @@ _EXPANDED_NOTE = (
 )
 
 
-def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:
+_INNER_TOO = frozenset(
+    {
+        *("AfmoeForCausalLM", "Cohere2MoeForCausalLM", "Glm4ForCausalLM", "LagunaForCausalLM"),
+        *("Glm4vForConditionalGeneration", "GlmOcrForConditionalGeneration"),
+        *("GraniteMoeForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM"),
+        *("MixtralForCausalLM", "OPTForCausalLM", "PersimmonForCausalLM", "PhiForCausalLM"),
+        *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        "Starcoder2ForCausalLM",
+    }
+)
+"""Classes for which SGLang loads `self_attn.attn.k_scale` and ignores `self_attn.k_scale`; for
+Qwen3_5 before 0.5.19."""
+_INNER_ONLY = frozenset(
+    {
+        *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "GPT2LMHeadModel"),
+        *("GPTBigCodeForCausalLM", "GemmaForCausalLM", "GlmAsrForConditionalGeneration"),
+        *("GraniteForCausalLM", "GraniteMoeHybridForCausalLM", "GraniteSWAForCausalLM"),
+        *("MiniCPM3ForCausalLM", "MllamaForConditionalGeneration", "Olmo2ForCausalLM"),
+        *("OlmoForCausalLM", "OlmoeForCausalLM", "PaddleOCRVLForConditionalGeneration"),
+        *("Qwen2AudioForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+        "Qwen3NextForCausalLM",
+    }
+)
+"""Classes for which it stops at `self_attn.k_scale`, as vLLM does for gpt2 (`load_weights` in
+`srt/models/` of SGLang 0.5.16 to 0.5.23, and in `models/gpt2.py` of vLLM 0.32.0)."""
+
+
+def name_scales(geometry: ModelGeometry, attention: Attention, role: Role) -> tuple[str, ...]:
     """Name the scale tensors of `role`, which all hold the same number.
 
-    If the attention module itself is called `attn` (gpt2, gptj, mpt), vLLM does not map
-    `attn.k_scale` to the layer inside it, so there is a second tensor with the mapped name
-    (vLLM 0.32.0 `quantization/base_config.py:get_cache_scale_mapper`).
+    Engines keep a scale in a layer `attn` inside the attention. vLLM maps `self_attn.k_scale` to
+    it, and loads `self_attn.attn.k_scale` too; SGLang's classes differ. If the attention module
+    itself is called `attn` (gptj, mpt), vLLM does not map it (0.32.0
+    `quantization/base_config.py:get_cache_scale_mapper`). transformers knows `self_attn.k_scale`.
     """
     module = attention.checkpoint_module
-    suffix = f"{role}_scale"
-    if module.rpartition(".")[2] == "attn":
-        return f"{module}.{suffix}", f"{module}.attn.{suffix}"
-    return (f"{module}.{suffix}",)
+    outer, inner = f"{module}.{role}_scale", f"{module}.attn.{role}_scale"
+    if attention.kind == "latent":
+        return (outer,)
+    if geometry.architecture in _INNER_ONLY:
+        return (inner,)
+    is_attn = module.rpartition(".")[2] == "attn"
+    return (outer, inner) if is_attn or geometry.architecture in _INNER_TOO else (outer,)
 
 
 def make_scale_tensors(
@@ -47,7 +79,7 @@ def make_scale_tensors(
     *,
     scalar_shape: tuple[int, ...] = (),
     all_ranks: bool = False,
-    name: Callable[[Attention, Role], tuple[str, ...]] = name_scales,
+    name: Callable[[ModelGeometry, Attention, Role], tuple[str, ...]] = name_scales,
 ) -> dict[str, torch.Tensor]:
     """Make the scale tensors of every layer that reads a KV cache, and of q if the table has it.
 
@@ -62,7 +94,7 @@ def make_scale_tensors(
             scale = table.scales.get(attention.site(role))
             if scale is not None:
                 values = scale.values if all_ranks else scale.values[0].reshape(shape)
-                tensors |= dict.fromkeys(name(attention, role), values)
+                tensors |= dict.fromkeys(name(table.geometry, attention, role), values)
     return tensors
 
 

@@ -13,17 +13,12 @@ a layer has no `k_scale` and `v_scale`; only the branch of the pull request read
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8calib.formats.dialect import Dialect, WriteJob
 from fp8calib.formats.kv.kv_scales import make_scale_tensors, read_kv_scales
 from fp8calib.numerics.formats import E4M3FN
-
-if TYPE_CHECKING:
-    from fp8calib.model.geometry import ModelGeometry
 
 _SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
@@ -32,12 +27,6 @@ IGNORED = r"re:.*(?<!\.attn)$"
 """Every module but the attention layers of vLLM, whose paths end in `.attn`: tpu-inference b8692ff
 asks `ignore` before it gives a layer scales (`layers/vllm/quantization/compressed_tensors/
 compressed_tensors.py` get_quant_method). No linear has that ending."""
-UNLISTED_NAME = "kv_scales.safetensors"
-"""A file not in the index, for TGI, which reads every file; vLLM reads only indexed files."""
-VLLM_STRICT_TYPES = ("gpt2",)
-"""Model types for which vLLM does not ignore a scale that it has no parameter for: an indexed
-`attn.k_scale` beside `attn.attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose inner
-model has no `quant_config`; gptj and gpt_bigcode load both)."""
 
 
 def _write(job: WriteJob, folder: Path) -> None:
@@ -54,17 +43,7 @@ def _write(job: WriteJob, folder: Path) -> None:
     else:
         scales = job.quantized.make_tensors(job.table)
         updates, documents = job.quantized.merge(strategy)
-    unlisted = {name: scales.pop(name) for name in list_unlisted(job.table.geometry, list(scales))}
     job.save_checkpoint(folder, scales, config_updates=updates, fmt=fmt, documents=documents)
-    if unlisted:
-        job.save_tensors(folder / UNLISTED_NAME, unlisted, fmt=fmt)
-
-
-def list_unlisted(geometry: ModelGeometry, names: Iterable[str]) -> list[str]:
-    """List the scales of an overlay that the index must not name, because vLLM refuses them."""
-    if geometry.model_type not in VLLM_STRICT_TYPES:
-        return []
-    return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
 
 
 def make_quantization_config(strategy: str) -> dict[str, object]:
