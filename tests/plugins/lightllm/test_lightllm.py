@@ -25,7 +25,7 @@ from tests.formats.handmade import (
 
 PER_TENSOR = {
     "version": "1.0",
-    "architectures": "Handmade",
+    "architectures": "LlamaForCausalLM",
     "quant_type": "per_tensor",
     "qmin": -448.0,
     "qmax": 448.0,

@@ -1,6 +1,7 @@
 """The forms in which checkpoints hold KV scales and FP8 weights, with random scales."""
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -133,14 +134,11 @@ def _write_fp8(dialect: str, scheme: str, *, has_kv: bool) -> Write:
         chosen = FP8_DIALECTS[dialect]
         with Checkpoint.open(model) as source:
             matrices = find_selection(source).require().quantized
-            names = {
-                name: torch.tensor(draw_scale(random))
-                for _, pair in geometry.attentions()
-                for role in (Role.K, Role.V)
-                for name in chosen.name_kv(
-                    pair, role, f"{pair.checkpoint_module}.k_proj.weight" in source.tensors
-                )
-            }
+            names: dict[str, torch.Tensor] = {}
+            for (_, pair), role in itertools.product(geometry.attentions(), (Role.K, Role.V)):
+                has_projections = f"{pair.checkpoint_module}.k_proj.weight" in source.tensors
+                spelled = chosen.name_kv(geometry, pair, role, has_projections)
+                names |= dict.fromkeys(spelled, torch.tensor(draw_scale(random)))
         groups = [span_experts(matrix.fused_group) for matrix in matrices]
         shared = {group: torch.tensor(draw_scale(random)) for group in dict.fromkeys(groups)}
         inputs = {m.module: shared[group] for m, group in zip(matrices, groups, strict=True)}
