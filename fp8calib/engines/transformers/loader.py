@@ -74,24 +74,29 @@ _FIX = "the reason is transformers' own error: write the checkpoint or its confi
 _NUM_TOKENS = 8
 _KERNELS = "transformers.integrations."
 """Where the modules are that transformers puts in the place of linears on a GPU."""
+_LACKING = ("Config' object has no attribute", "'NoneType'")
+"""What errors say where a config lacks a value."""
 
 
 def find_run_error(model: torch.nn.Module) -> str:
     """Say which module fails in a forward pass, and how; empty where none does.
 
-    A failure that the model also has without quantization comes from the meta device, unless it
-    asks its config for what that has not. Of such a model, each linear runs by itself.
+    A failure that the model also has without quantization comes from the meta device, unless its
+    config lacks a value. Of such a model, each linear runs by itself. Modules of kernels run on no
+    meta device.
     """
-    if any(type(module).__module__.startswith(_KERNELS) for module in model.modules()):
-        return ""
-    error = _run(model)
-    if error:
+    modules = model.modules()
+    has_kernels = any(type(each).__module__.startswith(_KERNELS) for each in modules)
+    error = "" if has_kernels else _run(model)
+    if error or has_kernels:
         plain: Any = type(model)
         config: Any = deepcopy(model.config)
         config.__dict__.pop("quantization_config", None)
         with torch.device("meta"):
-            is_plain = bool(_run(plain._from_config(config)))
-        if is_plain and "Config' object has no attribute" not in error:
+            plain_error = _run(plain._from_config(config))
+        if any(mark in plain_error for mark in _LACKING):
+            return plain_error
+        if error and plain_error:
             return _run_linears(model)
     return error
 
