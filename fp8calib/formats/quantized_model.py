@@ -23,6 +23,10 @@ from fp8calib.formats.kv.parse_names import PROBABILITY_SCALES, parse_name
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role
 
+_PROJECTION_TYPES = ("qwen3_next",)
+"""Model types in which SGLang stops at `self_attn.k_scale`, and loads ModelOpt's names (0.5.23
+`srt/models/qwen3_next.py`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModel:
@@ -73,11 +77,13 @@ class QuantizedModel:
         return make_scale_tensors(table, scalar_shape=shape, name=name)
 
     def _name(self, geometry: ModelGeometry, attention: Attention, role: Role) -> tuple[str, ...]:
-        path = f"{attention.checkpoint_module}.{role}_proj."
+        path, dialect = f"{attention.checkpoint_module}.{role}_proj.", self.dialect
         has_projection = any(name.startswith(path) for name in self.source.tensors)
-        is_quark = self.dialect is QUARK and names_outputs(self.config)
-        if is_quark and role is not Role.Q and has_projection:
-            return (f"{path}output_scale",)
+        if dialect is not None and role is not Role.Q and has_projection:
+            if dialect is QUARK and names_outputs(self.config):
+                return (f"{path}output_scale",)
+            if geometry.model_type in _PROJECTION_TYPES:
+                return dialect.name_kv(geometry, attention, role, has_projections=True)
         return name_scales(geometry, attention, role)
 
     def list_schemes(self) -> Iterator[tuple[str, object]]:

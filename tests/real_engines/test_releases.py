@@ -245,7 +245,7 @@ def test_every_spelling_ends_as_in_the_models_own_loader(
 
 @by_sglang_release
 @pytest.mark.parametrize(("kind", "models"), [("models", PLAIN), ("wrappers", WRAPPED)])
-def test_a_written_scale_is_loaded_where_any_name_is(
+def test_a_written_scale_is_loaded_where_no_name_stops_the_loader(
     release: Release, kind: str, models: Mapping[str, Mapping[str, str]]
 ) -> None:
     attention = make_attention(0)
@@ -256,9 +256,9 @@ def test_a_written_scale_is_loaded_where_any_name_is(
             found[spelled[name.removeprefix(f"{attention.checkpoint_module}.")]]
             for name in name_scales(geometry, attention, Role.K)
         }
-        if "used" in {found[each] for each in spelled.values()}:
+        outcomes = {found[each] for each in spelled.values()}
+        if "used" in outcomes and "refused" not in outcomes:  # transformers needs the plain name
             assert "used" in written, model
-            assert "refused" not in written, model
 
 
 @by_sglang_release

@@ -41,19 +41,11 @@ _INNER_TOO = frozenset(
 )
 """Classes for which SGLang loads `self_attn.attn.k_scale` and ignores `self_attn.k_scale`; for
 Qwen3_5 before 0.5.19."""
-_INNER_ONLY = frozenset(
-    {
-        *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "GPT2LMHeadModel"),
-        *("GPTBigCodeForCausalLM", "GemmaForCausalLM", "GlmAsrForConditionalGeneration"),
-        *("GraniteForCausalLM", "GraniteMoeHybridForCausalLM", "GraniteSWAForCausalLM"),
-        *("MiniCPM3ForCausalLM", "MllamaForConditionalGeneration", "Olmo2ForCausalLM"),
-        *("OlmoForCausalLM", "OlmoeForCausalLM", "PaddleOCRVLForConditionalGeneration"),
-        *("Qwen2AudioForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-        "Qwen3NextForCausalLM",
-    }
-)
-"""Classes for which it stops at `self_attn.k_scale`, as vLLM does for gpt2 (`load_weights` in
-`srt/models/` of SGLang 0.5.16 to 0.5.23, and in `models/gpt2.py` of vLLM 0.32.0)."""
+_INNER_ONLY = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM")
+"""Classes for which SGLang stops at `attn.k_scale`, as vLLM does for gpt2 (`load_weights` in
+`srt/models/` of SGLang 0.5.16 to 0.5.23, and in `models/gpt2.py` of vLLM 0.32.0). It stops for
+gemma, granite, olmo2 and others too, but transformers, whose attention of gpt2 has no scales,
+computes with memory that nothing set where theirs are missing."""
 
 
 def name_scales(geometry: ModelGeometry, attention: Attention, role: Role) -> tuple[str, ...]:
