@@ -24,11 +24,15 @@ def list_inner_checkpoints(folder: Path) -> list[Path]:
     return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
 
 
+def list_classes(config: Mapping[str, object]) -> list[str]:
+    """List the classes that a config names."""
+    names = config.get("architectures")
+    return [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+
+
 def find_class(config: Mapping[str, object], pattern: re.Pattern[str]) -> str:
     """Find a class of the config whose name has a pattern; empty if there is none."""
-    names = config.get("architectures")
-    found = (each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
-    return next(filter(pattern.search, found), "")
+    return next(filter(pattern.search, list_classes(config)), "")
 
 
 def list_text_configs(

@@ -110,8 +110,8 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
     for dialect in map(find_dialect, formats):
         folder = out / dialect.path()
         if dialect.needs_model and folder.is_dir():
-            known = list_overlay(source)
-            refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
+            found = {entry.name for entry in folder.iterdir()}
+            refuse_unknown_entries(folder, found - list_overlay(source))
 
 
 def write_found(

@@ -251,6 +251,19 @@ def test_weights_are_refused_where_loading_or_running_fails(
         AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.arange(8)[None])
 
 
+def test_a_value_that_the_config_lacks_is_found_where_kernels_replace_the_linears(
+    tmp_path: Path,
+) -> None:
+    folder = make(tmp_path, "mxfp8", "mxfp8", "mixtral", **WHOLE)
+    assert explain_refusal(ask(folder, "transformers")) == ""
+    change_config(folder, layer_types=["sliding_attention", "full_attention"], sliding_window=None)
+
+    assert "'NoneType'" in explain_refusal(ask(folder, "transformers"))
+
+    with pytest.raises(TypeError, match="'NoneType'"):
+        AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.arange(8)[None])
+
+
 @pytest.mark.parametrize("expert", [None, 0, *in_minutes(2)])
 def test_experts_are_given_their_scales_in_order(tmp_path: Path, expert: int | None) -> None:
     """One expert in 16 bits moves the scales of those after it, and the last has none."""

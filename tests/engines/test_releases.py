@@ -203,6 +203,16 @@ def test_a_class_that_sglang_did_not_have_loads_no_scales(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(("named", "status"), [("PhiMoE", Status.USED), ("Phimoe", Status.DROPPED)])
+def test_sglang_may_have_the_class_that_the_config_names(
+    tmp_path: Path, named: str, status: Status
+) -> None:
+    classes = [f"{named}ForCausalLM"]
+    folder = save_folder(tmp_path / "m", PAIR, quantization=MODELOPT, architectures=classes)
+    geometry = plain_geometry(model_type="phimoe", architecture="PhimoeForCausalLM")
+    assert statuses(ask_sglang(folder, 23, geometry)) == both(status)
+
+
 def test_two_scales_of_zero_stop_sglang_before_0_5_18(tmp_path: Path) -> None:
     scales = spell("k_scale", "v_scale", value=0.0)
     folder = save_folder(tmp_path / "m", scales, quantization=MODELOPT)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json
+from fp8calib.checkpoint.model_config import list_classes
 from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import PLACELESS, SGLANG_RELEASES, Release
 from fp8calib.engines.replay.declared import (
@@ -133,13 +134,8 @@ def has_class(folder: ScaleFolder, geometry: ModelGeometry, release: Release) ->
     Without one SGLang runs transformers' code, whose attention has no parameters of its own
     (`models/transformers.py`).
     """
-    return not {*_list_classes(folder, geometry)}.isdisjoint(release.values[_CLASS])
-
-
-def _list_classes(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
-    """List the names of a model's class: transformers' own, and those that its config has."""
-    named = folder.config.get("architectures")
-    return [geometry.architecture, *map(str, named if isinstance(named, list) else ())]
+    names = (geometry.architecture, *list_classes(folder.config))
+    return any(release.has(_CLASS, name) for name in names)
 
 
 def find_fault(

@@ -145,8 +145,9 @@ class Fp8Dialect:
     ) -> tuple[str, ...]:
         """Name the scale of K or V, given whether the checkpoint has a tensor for k_proj."""
         names = name_scales(geometry, attention, role)
-        is_mapped = names == (f"{attention.checkpoint_module}.{role}_scale",)
-        if self.names_kv_by_projection and has_projections and is_mapped:
+        # engines that load the inner name map none of ModelOpt's, or stop at it
+        is_outer = names == (f"{attention.checkpoint_module}.{role}_scale",)
+        if self.names_kv_by_projection and has_projections and is_outer:
             return (f"{attention.checkpoint_module}.{role}_proj.{role}_scale",)
         return names
 

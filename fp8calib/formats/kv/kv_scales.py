@@ -39,8 +39,8 @@ _INNER_TOO = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Classes for which SGLang loads `self_attn.attn.k_scale` and ignores `self_attn.k_scale`; for
-Qwen3_5 before 0.5.19."""
+"""Classes for which SGLang loads `self_attn.attn.k_scale` and ignores `self_attn.k_scale` (their
+loaders run, GraniteMoe's read); for Qwen3_5 before 0.5.19."""
 _INNER_ONLY = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM")
 """Classes for which SGLang stops at `attn.k_scale`, as vLLM does for gpt2 (`load_weights` in
 `srt/models/` of SGLang 0.5.16 to 0.5.23, and in `models/gpt2.py` of vLLM 0.32.0). It stops for

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
 from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.formats.write import write_table
-from fp8calib.model.geometry import KV_ROLES, ModelGeometry, Role
+from fp8calib.model.geometry import KV_ROLES, ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.module_paths import span_experts
 from fp8calib.numerics.formats import E4M3FN
@@ -135,7 +135,7 @@ def _write_fp8(dialect: str, scheme: str, *, has_kv: bool) -> Write:
         with Checkpoint.open(model) as source:
             matrices = find_selection(source).require().quantized
             names: dict[str, torch.Tensor] = {}
-            for (_, pair), role in itertools.product(geometry.attentions(), (Role.K, Role.V)):
+            for (_, pair), role in itertools.product(geometry.attentions(), KV_ROLES):
                 has_projections = f"{pair.checkpoint_module}.k_proj.weight" in source.tensors
                 spelled = chosen.name_kv(geometry, pair, role, has_projections)
                 names |= dict.fromkeys(spelled, torch.tensor(draw_scale(random)))
