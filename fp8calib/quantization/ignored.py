@@ -31,7 +31,7 @@ _PARTS = (
     (TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
     (
         _PROJECTOR,
-        r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler|merger|patch_merger|qformer|"
+        r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler|merger|patch_merger|qformer|mlp_AR|"
         r"(language|text|modality)_projection|custom_text_proj",
     ),
     # Engines of text do not load these; AutoRound 0.16.1 leaves them (`utils/common.py`,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ from fp8calib.engines.status import Status
 from fp8calib.formats.convert import convert_table
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.write import write_table
+from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.formats import E4M3FN
 from tests import zoo
 from tests.cli.quantized_children import save_fp4
@@ -31,6 +32,7 @@ from tests.formats.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.kit import answers
 from tests.kit.checkpoints import change_config, change_quantization, change_tensors
 from tests.kit.minutes import in_minutes, takes_minutes
+from tests.kit.multimodal import MULTIMODAL, build_config, build_tokenizer
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
@@ -125,6 +127,25 @@ def test_what_is_made_by_hand(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, case.get("dtype", "float32"))
     scales = {key: torch.tensor(x).to(dtype) for key, x in case.get("scales", PAIR).items()}
     _compare(_save(tmp_path / "model", config, scales), runs=True)
+
+
+def test_a_class_of_text_alone_has_other_names_for_the_scales_of_a_wrapped_model(
+    tmp_path: Path,
+) -> None:
+    built = build_config("llama4", build_tokenizer(MULTIMODAL["llama4"]))
+    AutoModelForMultimodalLM.from_config(built).save_pretrained(tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    for index in range(2):
+        at = f"language_model.model.layers.{index}.self_attn"
+        tensors |= {f"{at}.{role}_scale": torch.tensor([0.25 + index]) for role in "kv"}
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    folder = _save_folder(
+        tmp_path / "model", tensors, {**config, "quantization_config": PER_TENSOR}
+    )
+    report = check_folder(open_folder(folder), read_geometry(folder, config), ["transformers"], 1)
+    layers, _ = _load(folder)
+    held = [layer.k_scale.item() for layer in layers]
+    assert held == [layer.k.value for layer in report["transformers"].layers] == [0.25, 1.25]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_nothing_is_said_where_nothing_was_done() -> None:
 
 def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
     same = _table({Role.K: (1.0, 2.0), Role.V: (1.0, 2.0)})
-    assert not list(explain_conversion(same, same, joins_kv=True))
+    assert not list(explain_conversion(same, same, joins_kv=True, has_query=False))
     table = _table({**_pair(1.0), Role.Q: (1.0,)})
     unequal, query = explain_conversion(table, table, joins_kv=True, has_query=False)
     assert unequal.endswith("in 1 of 1 layers they differ")

@@ -67,8 +67,10 @@ class Kind:
         return processor
 
 
-_KINDS = yaml.safe_load(Path(__file__).with_name("multimodal_kinds.yaml").read_text())["kinds"]
-MULTIMODAL = {name: Kind(**each) for name, each in _KINDS.items()}
+_KNOWN = yaml.safe_load(Path(__file__).with_name("multimodal_kinds.yaml").read_text())
+MULTIMODAL = {name: Kind(**each) for name, each in _KNOWN["kinds"].items()}
+WIDE: dict[str, dict[str, Any]] = _KNOWN["wide"]
+"""Kinds that engines fill, and the fields of their text in sizes of an engine's kernels."""
 _BASIC = ("<pad>", "<s>", "</s>", "<unk>")
 _TURNS = ("<|user|>", "<|assistant|>", "<|end|>")
 

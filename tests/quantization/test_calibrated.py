@@ -92,6 +92,24 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
     assert len(find_input_scales(stats, rest)[0]) == len(rest)
 
 
+def test_stacks_that_have_another_path_in_memory_get_the_scales_of_their_inputs(
+    tmp_path: Path,
+) -> None:
+    """Aria's text is under `language_model.model` on disk, and `model.language_model` in memory."""
+    family = STACKED["aria"]
+    model = family.build("aria")
+    family.save(model, tmp_path)
+    _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
+    quantized = [each for each in pick(tmp_path) if ".mlp.experts." in each.module]
+    scales = find_input_scales(stats, quantized)[0]
+    assert quantized
+    for matrix in quantized:
+        path = f"{matrix.layer.replace('language_model.model', 'model.language_model')}.mlp.experts"
+        site = Site(f"{path}.{matrix.module.rpartition('.')[2]}", Role.INPUT)
+        observed = float(stats.sites[site].amax.max())
+        assert float(scales[matrix.module]) == pytest.approx(observed / 448, rel=1e-6)
+
+
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
     _, stats, truth = calibrated("llama", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:

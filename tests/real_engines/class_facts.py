@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 import fp8calib.plugins.vllm
 from fp8calib.engines.facts.classes import DRAFTER, READS, UNBUILT, CreatedLinear, read_class_facts
@@ -26,6 +29,7 @@ from fp8calib.engines.status import Evidence
 from tests import zoo
 from tests.architectures import families
 from tests.kit.class_facts import spell_fact
+from tests.kit.multimodal import MULTIMODAL, build_config, build_tokenizer
 from tests.real_engines.class_reader import ClassReader, ReadLinear
 from tests.real_engines.package import Package, open_package
 from tests.real_engines.sglang_classes import SglangClasses
@@ -46,6 +50,7 @@ _KIMI: dict[str, Any] = {
     },
 }
 
+_NO_CHANGES = ("architectures", "model_type", "transformers_version")
 _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding", "Embedding")
 _EXPERTS = ("RoutedExperts", "FusedMoE")
@@ -60,13 +65,18 @@ its own, whose fields transformers' `inkling_text` lacks (run: AttributeError)."
 
 
 def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """List the facts that `vllm_classes.py` saw, with the architectures of each."""
+    """List the facts that `vllm_classes.py` saw, with the architectures of each.
+
+    Those with a processor have towers of tiny sizes, for which some classes create linears in
+    another way (vLLM 0.32.0 models/siglip.py): what others show counts first.
+    """
     facts: defaultdict[str, dict[str, None]] = defaultdict(dict)
     reasons: dict[str, str] = {}
     built: defaultdict[str, set[str]] = defaultdict(set)
     unfilled: defaultdict[str, dict[str, str]] = defaultdict(dict)
     lacking: dict[str, set[str]] = {}
-    seen = list(rows)
+    seen = sorted(rows, key=lambda row: "processor" in row["job"])
+    shown: dict[str, set[str]] = {}
     for fact, name in chain.from_iterable(map(_list_drafted, seen)):
         facts[fact][name] = None
     for row in (each for each in seen if not each["job"].get("is_drafter")):
@@ -74,11 +84,14 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
         if "error" in row:
             reasons.setdefault(architecture, row["error"])
             continue
-        for found in row["linears"]:
-            if found["names"]:
-                linear = describe_run(found)
-                facts[spell_fact(linear)][architecture] = None
-                built[architecture].update(linear.parts)
+        others = shown.setdefault(architecture, set())
+        for linear in (describe_run(found) for found in row["linears"] if found["names"]):
+            if "processor" not in row["job"]:
+                others.update(linear.parts)
+            elif not others.isdisjoint(linear.parts):
+                continue
+            facts[spell_fact(linear)][architecture] = None
+            built[architecture].update(linear.parts)
         built.setdefault(architecture, set())
         fields = set(row["lacking"]) - _list_defaults(row["job"]["type"])
         known = fields | row["job"].get("changes", {}).keys()  # may be lacking, or are given
@@ -291,11 +304,12 @@ def run_vllm(*more: str) -> dict[str, list[str]]:
     """Build classes of the vLLM that is installed here, and list the facts.
 
     Args:
-        more: `all`, for all classes of which there is a config; those of the tiny models else.
+        more: `all`, for all classes of which there is a config; those of tiny models of text else.
     """
     with tempfile.TemporaryDirectory() as folder:
         jobs, result = Path(folder, "jobs.json"), Path(folder, "rows.jsonl")
-        jobs.write_text(json.dumps(list(_list_families())))
+        wrapped = _list_wrapped(Path(folder, "processors")) if more else ()
+        jobs.write_text(json.dumps([*_list_families(), *wrapped]))
         command = [
             str(PYTHON),
             "-I",
@@ -323,6 +337,20 @@ def _list_families() -> Iterator[dict[str, Any]]:
         yield {**job, "changes": {**fields, "tie_word_embeddings": False}}
         if name == "kimi_linear":
             yield {**job, "changes": {**fields, **_KIMI}}
+
+
+def _list_wrapped(folder: Path) -> Iterator[dict[str, Any]]:
+    """List the configs of tiny models that see or hear, whose processors are saved in a folder."""
+    for name, kind in MULTIMODAL.items():
+        tokenizer = build_tokenizer(kind)
+        kind.make_processor(tokenizer).save_pretrained(folder / name)
+        architecture = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[name]
+        job = {"type": name, "architecture": architecture, "processor": str(folder / name)}
+        config = build_config(name, tokenizer)
+        for tied in (True, False):
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
+            fields = config.to_dict().items()
+            yield {**job, "changes": {key: each for key, each in fields if key not in _NO_CHANGES}}
 
 
 def read_classes(requirement: str) -> None:

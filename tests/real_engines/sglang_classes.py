@@ -114,8 +114,8 @@ class SglangClasses:
             every = {**_JOINED, **joined, **packed}
             parts = _find_parts([*prefixes, *_respell(prefixes)], own, kind, every, names)
             if not parts and kind == "linear" and (read == "none" or not is_renamed):
-                alone = [each for each in renamed.get(path, ()) if each not in grouped]
-                parts = alone if len(alone) == 1 else []
+                alone = {each for name in prefixes for each in renamed.get(name, ())} - {*grouped}
+                parts = list(alone) if len(alone) == 1 else []
             if not parts:
                 continue
             is_joined = len(parts) > 1 and kind == "linear" and own not in packed
@@ -229,10 +229,15 @@ def _make_embedding(name: str) -> CreatedLinear:
 
 
 def _describe_backend(stored: Mapping[str, str]) -> Iterator[CreatedLinear]:
-    """Describe what SGLang makes of a class of transformers: each linear by the config, alone."""
+    """Describe what SGLang makes of a class of transformers: each linear by the config, alone.
+
+    It renames the lists of a config as it does weights, but for a part of towers that transformers
+    5 left out (0.5.23 models/transformers.py, MultiModalMixin).
+    """
     for name, kind in stored.items():
         state = "plain" if kind in ("embedding", "other") else "config"
-        yield CreatedLinear(state=state, kind=kind, path=name, parts=(name,))
+        listed = name.replace("vision_tower.vision_model.", "vision_tower.")
+        yield CreatedLinear(state=state, kind=kind, path=listed, parts=(name,))
 
 
 def read_stored() -> dict[str, dict[str, str]]:

@@ -1,7 +1,6 @@
 """FP8 checkpoints through vLLM's own weight loader: every code and every scale in its place.
 
-The vision-language families with stacks of experts want torchvision, which vLLM's environment
-lacks.
+`test_wrapped.py` has models that see or hear.
 """
 
 from collections.abc import Iterable, Iterator

@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from unittest.mock import MagicMock
 import torch
 
 Shape = tuple[int, ...]
-_ABSENT = ("torchvision", "cutlass", "vllm.model_executor.kernels.linear.cute_dsl")
+_ABSENT = ("cutlass", "vllm.model_executor.kernels.linear.cute_dsl")
 """What some classes import, and what a CPU's environment cannot import."""
 _TIMEOUT_S = 90
 _MOST_ON_CPU = 4096
@@ -52,6 +53,7 @@ _FIELDS: dict[str, Any] = {
     "mla_scale_kv_lora": True,
     "mla_scale_q_lora": True,
     "mla_scaling_factor": 1.0,
+    "norm_topk_prob": True,
     "original_rope": True,
     "rotary_dim": "head_dim",
     "use_conv_bias": False,
@@ -79,6 +81,7 @@ _JOINED = {
 """What classes of drafters join; not all of them tell the config."""
 _BLOCK = ".mtp_block."
 """What vLLM's classes of drafters have in names where their checkpoints have a dot."""
+_LEFT_OUT = "left out"
 _ALIAS = "was skipped because it is tied to"
 _LACKS = re.compile(r"no attribute '(\w+)'|(\w+) not exist")
 _FOLDER_NAME = re.compile(r"/\S*/tmp\w+")
@@ -227,9 +230,6 @@ class Recorder:
         assert spec.loader is not None
         self._script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._script)
-        from transformers.utils import is_torchvision_available  # noqa: PLC0415
-
-        is_torchvision_available()  # cached before there is a stub
         sys.meta_path.insert(0, _Stubs())
         self.asked: dict[int, tuple[str, Mapping[str, Sequence[str]]]] = {}
         """By the ids of modules: the path under which one asked the config, and what the config
@@ -310,11 +310,13 @@ class Recorder:
         fields |= {"architectures": [job["architecture"]], "dtype": "bfloat16"}
         fields["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         with tempfile.TemporaryDirectory() as folder:
+            if "processor" in job:
+                shutil.copytree(job["processor"], folder, dirs_exist_ok=True)
             Path(folder, "config.json").write_text(json.dumps(fields, default=str))
             config = EngineArgs(
                 model=folder,
                 enforce_eager=True,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init="processor" not in job,
                 load_format="dummy",
                 enable_prefix_caching=False,
                 speculative_config=dict(_MTP) if job.get("is_drafter") else None,
@@ -357,7 +359,7 @@ class Recorder:
             filled: dict[str, list[tuple[str, str, str]]] = {}
             chosen = choose_layers(spelled, modules)
             for name, (parameters, why) in fill(model, chosen, is_part=is_drafter).items():
-                if why and name in names:
+                if why and (name in names or why == _LEFT_OUT):
                     unfilled.setdefault(_NUMBER.sub("*", name), why)
                 for parameter, shard in parameters:
                     path = parameter.rpartition(".")[0]
@@ -446,10 +448,11 @@ def _spell_experts(stored: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
         if expert.endswith("experts.0") and projection in _SPELLINGS:
             yield f"{expert}.{_SPELLINGS[projection]}.{leaf}", shape
         if len(shape) == _STACK and leaf == "gate_up_proj":
+            down = stored[f"{above}.down_proj"]
+            out, hidden = shape[1:] if shape[2] == down[1] else shape[:0:-1]
             for part in ("gate_proj", "up_proj"):
-                yield f"{above}.0.{part}.weight", (shape[2] // 2, shape[1])
-        elif len(shape) == _STACK and leaf == "down_proj":
-            yield f"{above}.0.down_proj.weight", (shape[2], shape[1])
+                yield f"{above}.0.{part}.weight", (out // 2, hidden)
+            yield f"{above}.0.down_proj.weight", (hidden, out // 2)
 
 
 def _spell_roots(stored: Mapping[str, Shape]) -> Iterator[dict[str, Shape]]:
@@ -555,12 +558,12 @@ def fill(
             continue
         except Exception as error:  # noqa: BLE001 -- whatever the loader says is the reason
             is_alias = _ALIAS in str(error)  # of the embedding, which was not given beside it
-            found[name] = ([], "left out" if is_alias else type(error).__name__)
+            found[name] = ([], _LEFT_OUT if is_alias else type(error).__name__)
             if is_part and calls:
                 found[name] = (list(dict.fromkeys(calls)), "")
             continue
         filled = list(dict.fromkeys(calls)) or [(each, "") for each in sorted(loaded)]
-        found[name] = (filled, "" if filled else "left out")
+        found[name] = (filled, "" if filled else _LEFT_OUT)
     return found
 
 

@@ -131,7 +131,8 @@ def make_config(model: str, dtype: str) -> VllmConfig:
     return EngineArgs(
         model=model,
         dtype=dtype,
-        **TINY_SERVER,
+        # classes that see ask their processor for ids
+        **{**TINY_SERVER, "skip_tokenizer_init": not Path(model, "tokenizer.json").exists()},
     ).create_engine_config()
 
 

@@ -136,6 +136,25 @@ def test_a_scheme_has_the_divergence_of_its_checkpoint(
     assert emulated == pytest.approx(stored, rel=1e-6)
 
 
+def test_rules_are_ranked_by_the_divergence_of_what_export_writes_by_them(tmp_path: Path) -> None:
+    families.save("llama", {}, tmp_path / "m")
+    rows = [{"input_ids": [(i * j) % 120 + 3 for j in range(1, 17)]} for i in range(1, 7)]
+    text = ("--data", write_rows(tmp_path / "rows.jsonl", rows), "--seq-len", 16)
+    text = (*text, "--dtype", "float32", "--json")
+    succeed("calibrate", tmp_path / "m", *text, "--out", tmp_path / "c")
+    stats, rules = tmp_path / "c" / "stats.safetensors", ("amax", "headroom:64", "percentile:90")
+    asked = ("verify", tmp_path / "m", *text, "--engine", "reference", "--scales")
+    ranked = succeed(*asked, stats, "--rules", ",".join(rules)).json["rules"]
+    found = {each["rule"]: each["kld_mean"] for each in ranked}
+    for rule in rules:
+        out = tmp_path / rule.replace(":", "-")
+        succeed("export", stats, "--format", "kv-scales", "--rule", rule, "--out", out)
+        (stored,) = succeed(*asked, out / "kv_scales.safetensors").json["candidates"][:1]
+        assert found[rule] == pytest.approx(stored["kld_mean"], rel=1e-6)
+    assert [*found] == sorted(rules, key=lambda rule: found[rule])
+    assert [each["against_best"] is None for each in ranked] == [True, False, False]
+
+
 @pytest.mark.parametrize("engine", ["reference", "vllm", "sglang"])
 def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
     engine: str, tmp_path: Path

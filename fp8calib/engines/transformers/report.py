@@ -158,8 +158,8 @@ class _Report:
 
     def _judge(self, slot: Slot, attention: Attention) -> LoadVerdict:
         context = self._context
-        name = f"{attention.module}.{slot[1]}_scale"
-        parameter = self._find_parameter(name)
+        own = f"{attention.module}.{slot[1]}_scale"
+        name, parameter = self._filled.get(own, own), self._find_parameter(own)
         if parameter is None:
             why = "reported as unexpected, and the cache is not quantized"
             module = self._find_module(attention.module)
@@ -174,7 +174,7 @@ class _Report:
             verdict = context.judge_absent(slot, _UNSET, _CONFIG_FIX, value=None)
             why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
             return verdict.model_copy(update={"why": why})
-        if f"{attention.module}.{slot[1]}_zero_point" in self._missing:
+        if f"{name.removesuffix('scale')}zero_point" in self._missing:
             why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
             return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=_CONFIG_FIX)
         values = torch.tensor(stored.values).to(parameter.dtype).float().tolist()

@@ -15,6 +15,7 @@ from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.model.drafters import DRAFTER_MODULES, name_in_vllm
 from fp8calib.model.geometry import Role
+from fp8calib.model.module_paths import name_fused_path
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme
 
 if TYPE_CHECKING:
@@ -80,6 +81,11 @@ class ConfigJob:
         names = [HEAD, *self.drafter_modules]
         for item in self.unquantized:
             names += item.linears
+            if item.tree:
+                # Some classes tell a config nothing of what their towers join, or rename `qkv`
+                # (vLLM 0.32.0 models/llava_onevision.py, glm_ocr.py).
+                names += map(name_fused_path, item.linears)
+                names += (f"{path}_proj" for path in item.linears if path.endswith(".qkv"))
             if item.layer is not None:
                 names += (name_in_vllm(path, item.layer) for path in item.linears)
             if layer := _LAYER.match(item.module):  # for engines that rename modules of a layer

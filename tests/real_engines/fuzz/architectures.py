@@ -1,17 +1,21 @@
-"""Tiny models of every text architecture, in sizes that vLLM's kernels and FP8 blocks accept.
+"""Tiny models of every architecture, in sizes that vLLM's kernels and FP8 blocks accept.
 
 Heads have 64 elements (vLLM's CPU kernels need a multiple of 32 in FP8), and linears fill blocks of
 128, so that what an engine refuses is not the size of the model.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.utils import is_torchvision_available
 
 from tests.architectures.families import FAMILIES, KNOWN, SIZES
+from tests.kit.multimodal import MULTIMODAL, WIDE, build_config, build_tokenizer
 from tests.zoo import ZOO
 
 _WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
@@ -19,8 +23,11 @@ _HEADS: dict[str, Any] = {"head_dim": 64}
 _CHANGES: Mapping[str, Mapping[str, Any]] = KNOWN["wide"]
 _FINE = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 SIMPLEST = "llama"
-ARCHITECTURES = tuple(dict.fromkeys((*ZOO, *FAMILIES)))
+ARCHITECTURES = (*dict.fromkeys((*ZOO, *FAMILIES)), *(WIDE if is_torchvision_available() else ()))
 """The model types; the first is what a disagreement is reduced to where it persists."""
+_TOWER = re.compile(r"(vision_tower\.)(?=embeddings|encoder|post_layernorm|pre_layrnorm|head)")
+"""How transformers 5 begins names of CLIP and Siglip, that checkpoints on the Hub, and vLLM, have
+`vision_model` in."""
 
 
 def make_config(architecture: str, **changes: Any) -> dict[str, Any]:
@@ -34,7 +41,7 @@ def make_config(architecture: str, **changes: Any) -> dict[str, Any]:
 def randomize(model: torch.nn.Module) -> None:
     """Make norms and biases matter: what is lost of them changes a number."""
     for value in model.parameters():
-        if value.dim() == 1 and bool((value == value[0]).all()):
+        if bool((value == value.flatten()[0]).all()):
             value.data += torch.randn_like(value) / 8
 
 
@@ -48,10 +55,33 @@ def save_model(
 ) -> None:
     """Write a random model of an architecture, with the same numbers in every dtype."""
     torch.manual_seed(0)
-    fields = make_config(architecture, **changes)
-    if not hasattr(AutoConfig.for_model(architecture), "num_key_value_heads"):
-        fields.pop("num_key_value_heads", None)  # which engines would read all the same
-    config = AutoConfig.for_model(architecture, **fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if architecture in WIDE:
+        model = _save_processor(architecture, folder, **changes)
+    else:
+        fields = make_config(architecture, **changes)
+        if not hasattr(AutoConfig.for_model(architecture), "num_key_value_heads"):
+            fields.pop("num_key_value_heads", None)  # which engines would read all the same
+        config = AutoConfig.for_model(architecture, **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tower = getattr(model.config, "vision_config", None)
+    if getattr(tower, "model_type", "").startswith(("clip", "siglip")):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        named = {_TOWER.sub(r"\1vision_model.", name): each for name, each in tensors.items()}
+        save_file(named, file, metadata={"format": "pt"})
+
+
+def _save_processor(name: str, folder: Path, **changes: Any) -> torch.nn.Module:
+    """Write the processor of a model that sees or hears, and build the model in fp32."""
+    kind = MULTIMODAL[name]
+    tokenizer = build_tokenizer(kind)
+    kind.make_processor(tokenizer).save_pretrained(folder)
+    own = kind.config.get("text_config", kind.config)
+    sizes = {**_WIDE, **_HEADS, **dict.fromkeys(_FINE, 128)}
+    wide = {key: each for key, each in sizes.items() if key in own} | WIDE[name]
+    config = build_config(name, tokenizer, **wide, **changes)
+    if hasattr(tower := getattr(config, "vision_config", None), "out_hidden_size"):
+        tower.out_hidden_size = _WIDE["hidden_size"]
+    return AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)

@@ -311,8 +311,6 @@ EXCLUDED: dict[str, Mapping[str, str]] = {
         r"--mamba-block-size can only be set": "kimi_linear: its blocks are longer than the 64 "
         "tokens for which models are loaded",
         r"\nmodel_executor/(kernels|layers/fused_moe/oracle)/": "a kernel that a CPU does not have",
-        r"\['Qwen3_5(Moe)?ForCausalLM'\] failed to be inspected": "qwen3_5: it imports "
-        "torchvision, of which there is no build beside vLLM's for CPUs",
     },
     "transformers": {
         r"got: c10::BFloat16 != c10::Float8_e4m3fn": "autofp8 with a scale per tensor: without a "

@@ -18,6 +18,7 @@ _KV_SCALE = re.compile(
     r"(.*\.(?:\w*attn|\w*attention|mixer))\."
     r"(?:attn\.|k_proj\.|v_proj\.|qkv_proj\.)?(k|v|kv)_(?:scale|cache\.scale|proj\.output_scale)"
 )
+_PROCESSOR = re.compile("tokenizer|.*processor|chat_template")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -38,6 +39,8 @@ class Draft:
     attentions: list[tuple[int, str]]
     """The layers with a KV cache, and the paths of their attention modules."""
     is_indexed: bool
+    processor: dict[str, bytes] = field(default_factory=dict)
+    """By file, what turns text and media into inputs."""
     unlisted: set[str] = field(default_factory=set)
     """Names that the index does not list."""
     missing_files: dict[str, str] = field(default_factory=dict)
@@ -108,6 +111,8 @@ class Draft:
         (folder / "config.json").write_text(json.dumps(self.config))
         if self.own_file is not None:
             (folder / OWN_FILE).write_text(json.dumps(self.own_file))
+        for file, content in self.processor.items():
+            (folder / file).write_bytes(content)
         weight_map = dict(self.missing_files)
         for file, tensors in self.shards.items():
             save_file(tensors, folder / file, metadata=self.metadata)
@@ -129,4 +134,7 @@ def load_draft(folder: Path, random: Random, attentions: list[tuple[int, str]]) 
         own_file=json.loads(own_file.read_text()) if own_file.is_file() else None,
         attentions=attentions,
         is_indexed=(folder / INDEX).is_file(),
+        processor={
+            path.name: path.read_bytes() for path in folder.iterdir() if _PROCESSOR.match(path.name)
+        },
     )

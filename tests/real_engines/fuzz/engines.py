@@ -1,5 +1,6 @@
 """Load one checkpoint in vLLM or transformers, and observe what it holds."""
 
+import json
 import os
 import re
 import signal
@@ -13,11 +14,12 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.model.module_paths import split_expert
+from tests.kit.multimodal import WIDE
 from tests.real_engines.fuzz.compare import (
     HeldPair,
     Observation,
@@ -209,9 +211,11 @@ def _describe(error: BaseException) -> str:
 
 def _load_in_transformers(model: Path, original: Path) -> Tensors:
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    meant = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
+    name = json.loads((original / "config.json").read_text())["model_type"]
+    auto = AutoModelForMultimodalLM if name in WIDE else AutoModelForCausalLM
+    meant = auto.from_pretrained(original, dtype="auto")
     runs = _can_run(meant)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    loaded = auto.from_pretrained(model, dtype="auto")
     if runs:
         loaded(_TOKENS)  # which decompresses FP8 weights
     held: Tensors = {}

@@ -1,0 +1,56 @@
+"""What `quantize` writes of models that see or hear, in vLLM's own loader."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.multimodal import WIDE
+from tests.quantization.by_hand import run
+from tests.real_engines.fuzz.architectures import save_model
+from tests.real_engines.fuzz.compare import Finding
+from tests.real_engines.fuzz.draw import UNDRAWN
+from tests.real_engines.fuzz.engines import VllmObserver
+from tests.real_engines.fuzz.evaluate import ask_check, judge
+from tests.real_engines.vllm_job import ForkServer
+
+pytest.importorskip("torchvision")
+FORMS = {
+    "compressed-tensors": "fp8-dynamic",
+    "autofp8": "fp8-block",
+    "modelopt": "fp8-dynamic",
+}
+_EXPERTS = {"modelopt"}
+"""Scales of experts per channel, which it refuses."""
+UNSERVED: dict[str, set[str]] = {
+    "aria": {*FORMS},
+    "glm4v_moe": _EXPERTS,
+    "llama4": _EXPERTS,
+    "mistral3": {"autofp8"},
+    "qwen3_5_moe": _EXPERTS,
+}
+"""The forms that vLLM does not load as they are meant: Aria's experts have to be stacks, and its
+Mistral 3 renames the scales of blocks."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with ForkServer(tmp_path_factory.mktemp("vllm") / "log") as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", sorted(WIDE))
+def test_vllm_loads_what_is_written_as_check_says(
+    name: str, server: ForkServer, tmp_path: Path
+) -> None:
+    model, unserved = tmp_path / "model", set()
+    save_model(name, model, "bfloat16")
+    observe = VllmObserver(server, tmp_path)
+    for form, scheme in FORMS.items():
+        out = run(model, tmp_path / form, scheme, form).out
+        seen = observe(UNDRAWN, out, model)
+        found = judge(lambda out=out: ask_check(out, "vllm"), "vllm", seen, out, has_kv=False)
+        assert not isinstance(found, Finding), found
+        if seen.error or seen.weights_fault:
+            unserved.add(form)
+    assert unserved == UNSERVED.get(name, set())
