@@ -7,6 +7,8 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.errors import ModelError, UsageError, shorten
 
 HUB_FILES = [
@@ -53,6 +55,14 @@ def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
         why = f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
     message = f"{option} {shorten(str(path))}: {why}".strip()
     raise UsageError(message, hint=f"{suggest_path(path)}{hint}".strip())
+
+
+def find_lone_file(path: Path) -> Path:
+    """Give the one file of scales in a folder without a model, as of `export`; else the path."""
+    if not path.is_dir() or (path / CONFIG_NAME).exists():
+        return path
+    files = [each for each in path.iterdir() if each.suffix in SCALES_SUFFIXES]
+    return files[0] if len(files) == 1 and files[0].name != SINGLE_FILE_NAME else path
 
 
 def suggest_path(path: Path, *, of_folders: bool = False) -> str:

@@ -127,6 +127,8 @@ def run(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
                 hint="leave out --shard",
             )
+        elif rows is not None or request.data:
+            reporter.warn(f"recipe {recipe.name} measures weights alone: no text is read")
         engine, observe_text = ("", None) if make_engine is None else make_engine(model, recipe)
         job = CalibrationJob(
             model=model,

@@ -19,7 +19,7 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import is_result
-from fp8calib.checkpoint.locations import SCALES_SUFFIXES, require_path
+from fp8calib.checkpoint.locations import SCALES_SUFFIXES, find_lone_file, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
 from fp8calib.commands.options import Stats
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # only named
 def check_path(path: Path, *, tp: int = 1, **asked: Any) -> Reports:
     """Check a path that a user names: `replay_path`, with the fingerprint of what is loaded."""
     require_path(path, hint="name a checkpoint folder or a JSON file")
+    path = find_lone_file(path)
     _refuse_other(path)
     reports = replay_path(path, tp=tp, **asked)
     return {key: add_fingerprint(each, tp) for key, each in reports.items()}

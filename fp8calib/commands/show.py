@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from fp8calib.calibration.stats_header import StatsHeader, StatsShard
-from fp8calib.checkpoint.locations import refuse_external_links, require_path
+from fp8calib.checkpoint.locations import find_lone_file, refuse_external_links, require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result
@@ -100,7 +100,7 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
     path = Path(request.file)
     if path.is_dir():
         refuse_external_links(path)
-        path = stats if (stats := path / STATS_NAME).is_file() else path
+        path = stats if (stats := path / STATS_NAME).is_file() else find_lone_file(path)
     if is_stats_file(path):
         return _show_stats(load_stats_file(path, accepts_shard=True, as_arrays=True))
     from fp8calib.formats.stored_scales import read_stored_scales  # imports torch

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.errors import ModelError, first_line
 from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
@@ -51,7 +52,7 @@ def _check_weights(path: Path, target: Target) -> str:
     """Refuse an overlay whose weights or config are another model's; name a quantized weight."""
     quantized = ""
     try:
-        opened = Checkpoint.open(path) if path.is_dir() else None
+        opened = Checkpoint.open(path) if (path / CONFIG_NAME).is_file() else None
     except ModelError:
         opened = None
     if opened is None:

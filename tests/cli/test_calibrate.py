@@ -168,6 +168,9 @@ def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Pa
     assert (report["tokens"], report["sequences"]) == (0, 0)
     assert report["saturation"] is None
     assert {site.role for site in stats_of(out).sites} == {Role.WEIGHT}
+    assert "no text is read" not in outcome.err
+    asked = ("calibrate", tmp_path / "bare", "--recipe", "w8a16", "--out", out, "--force")
+    assert "no text is read" in succeed(*asked, "--data", "builtin").err
 
 
 def test_a_site_of_zeros_takes_a_fallback_unless_refused(

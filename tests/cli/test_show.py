@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.conftest import QUICK
-from tests.cli.program import fail, succeed
+from tests.cli.program import fail, run, succeed
 
 
 def test_json_numbers_of_any_size_are_shown(tmp_path: Path) -> None:
@@ -115,3 +115,17 @@ def test_statistics_are_shown_without_torch(stats: Path) -> None:
     )
     assert done.stderr.splitlines()[-2:] == ["0", "set()"]
     assert json.loads(done.stdout) == succeed("show", stats, "--json").json
+
+
+@pytest.mark.parametrize("form", ["kv-scales", "rfc"])
+def test_a_folder_with_one_file_of_scales_stands_for_the_file(
+    stats: Path, model: Path, form: str, tmp_path: Path
+) -> None:
+    succeed("export", stats, "--format", form, "--out", tmp_path)
+    (file,) = tmp_path.iterdir()
+    shown, checked = (
+        [run(command, path, *more, "--json").json[key] for path in (file, tmp_path)]
+        for command, key, *more in (("show", "scales"), ("check", "engines", "--model", model))
+    )
+    assert shown[0] == shown[1]
+    assert checked[0] == checked[1]
