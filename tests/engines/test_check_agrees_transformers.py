@@ -129,23 +129,34 @@ def test_what_is_made_by_hand(tmp_path: Path, name: str) -> None:
     _compare(_save(tmp_path / "model", config, scales), runs=True)
 
 
-def test_a_class_of_text_alone_has_other_names_for_the_scales_of_a_wrapped_model(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("name", "layers", "dtype"),
+    [
+        # transformers' class of text alone has other names than the checkpoint
+        ("llama4", ["language_model.model.layers.0", "language_model.model.layers.1"], "float32"),
+        # its text is in float32 and its experts are not, because the text's config has no dtype
+        ("qwen3_5_moe", ["model.language_model.layers.1"], "bfloat16"),
+    ],
+)
+def test_what_becomes_of_the_scales_of_a_wrapped_model(
+    tmp_path: Path, name: str, layers: list[str], dtype: str
 ) -> None:
-    built = build_config("llama4", build_tokenizer(MULTIMODAL["llama4"]))
-    AutoModelForMultimodalLM.from_config(built).save_pretrained(tmp_path / "saved")
+    built = build_config(name, build_tokenizer(MULTIMODAL[name]))
+    model = AutoModelForMultimodalLM.from_config(built, dtype=torch.float32)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "saved")
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
-    for index in range(2):
-        at = f"language_model.model.layers.{index}.self_attn"
-        tensors |= {f"{at}.{role}_scale": torch.tensor([0.25 + index]) for role in "kv"}
+    for number, layer in enumerate(layers):
+        scale = torch.tensor([0.25 + number])
+        tensors |= {f"{layer}.self_attn.{role}_scale": scale.clone() for role in "kv"}
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    folder = _save_folder(
-        tmp_path / "model", tensors, {**config, "quantization_config": PER_TENSOR}
-    )
+    config["quantization_config"] = PER_TENSOR
+    folder = _save_folder(tmp_path / "model", tensors, config)
     report = check_folder(open_folder(folder), read_geometry(folder, config), ["transformers"], 1)
-    layers, _ = _load(folder)
-    held = [layer.k_scale.item() for layer in layers]
-    assert held == [layer.k.value for layer in report["transformers"].layers] == [0.25, 1.25]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    loaded(torch.tensor([[1, 2, 3]]))
+    held = [each.k_scale.item() for each in loaded.modules() if hasattr(each, "k_scale")]
+    assert held == [layer.k.value for layer in report["transformers"].layers]
+    assert held == [0.25 + number for number in range(len(layers))]
 
 
 @pytest.mark.parametrize(

@@ -510,8 +510,8 @@ class ClassReader:
                 self._make(each, names, scope, attribute)
             elif isinstance(each, Class):
                 path = ".".join(filter(None, (scope.path, attribute)))
-                if attribute:
-                    self._create(each, positional, given, path, None, scope.depth + 1)
+                for one in _choose_prefixes(given) if attribute else ():
+                    self._create(each, positional, one, path, None, scope.depth + 1)
         if isinstance(function, ast.Name) and made is None:
             target = self._find_function(scope.module, function.id)
             if target is not None and scope.depth < _DEEPEST:
@@ -664,6 +664,13 @@ def _name_numbers(targets: ast.expr, scope: Scope) -> None:
 def _is_own(node: ast.expr) -> bool:
     is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return is_attribute and node.value.id == "self"  # type: ignore[union-attr]
+
+
+def _choose_prefixes(given: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Give arguments once for each prefix that they may have."""
+    prefix = given.get("prefix")
+    for each in prefix.values if isinstance(prefix, Either) else (prefix,):
+        yield {**given, "prefix": each} if "prefix" in given else given
 
 
 def _either(*values: object) -> object:

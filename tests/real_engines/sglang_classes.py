@@ -9,7 +9,7 @@ import ast
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import filterfalse, product
 
@@ -44,6 +44,8 @@ _TIES = re.compile(r"tie_word_embeddings|'lm_head\.weight' not in|lm_head = self
 """What classes do that may compute with the embedding: the last also where the head is absent."""
 _STACKS = ("input_linear", "output_linear")
 _TRIPLE = 3
+_RENAMED_PLACES = {str.__contains__: "orig_to_new_substr", str.startswith: "orig_to_new_prefix"}
+"""Where a mapper looks for texts in a name, in order."""
 
 
 class SglangClasses:
@@ -94,7 +96,7 @@ class SglangClasses:
         grouped: dict[str, list[ReadLinear]] = {}
         for each in self._reader.read(start.module, start.name):
             if each.kind in _KINDS:
-                grouped.setdefault(each.path, []).append(each)
+                grouped.setdefault(make_pattern(each.path), []).append(each)
         joined, packed = self._list_joined(start, grouped)
         names = set(stored)
         renamed = self._rename(start.module, names)
@@ -103,25 +105,47 @@ class SglangClasses:
             list(self._reader.list_assigned(start, "hf_to_sglang_mapper"))
             or self._reader.find_method(start, "get_hf_to_sglang_mapper")
         )
+        rename = self._find_mapper(start)
         for path, found in grouped.items():
             states = {each.state for each in found}
             read = states.pop() if len(states) == 1 else "maybe"
-            prefixes = [path, *dict.fromkeys(each.prefix for each in found)]
+            prefixes = [path, *dict.fromkeys(make_pattern(each.prefix) for each in found)]
             own = path.rpartition(".")[2]
             kind = found[0].kind
             if kind == "other" and path not in names:
                 continue
             every = {**_JOINED, **joined, **packed}
             parts = _find_parts([*prefixes, *_respell(prefixes)], own, kind, every, names)
-            if not parts and kind == "linear" and (read == "none" or not is_renamed):
+            if not parts and kind == "linear":
                 alone = {each for name in prefixes for each in renamed.get(name, ())} - {*grouped}
-                parts = list(alone) if len(alone) == 1 else []
+                listed_as = map(rename, alone)
+                is_listed = read == "none" or not is_renamed or {*listed_as} <= {*prefixes}
+                parts = list(alone) if len(alone) == 1 and is_listed else []
             if not parts:
                 continue
             is_joined = len(parts) > 1 and kind == "linear" and own not in packed
             state = (_JOINED_STATES if is_joined else _STATES)[read]
             listed = _find_listed([] if is_renamed else prefixes[1:], own, kind, parts)
             yield CreatedLinear(state=state, kind=kind, path=listed, parts=tuple(parts))
+
+    def _find_mapper(self, start: Class) -> Callable[[str], str]:
+        """Find what a class renames lists of configs by (0.5.23 models/utils.py, WeightsMapper)."""
+        mappers = self._reader.list_assigned(start, "hf_to_sglang_mapper")
+        made = next((each for each in mappers if isinstance(each, ast.Call)), ast.Constant(None))
+        tables = {each.arg: each.value for each in getattr(made, "keywords", ())}
+        pairs = {
+            place: sorted(ast.literal_eval(tables[name]).items(), key=lambda pair: -len(pair[0]))
+            for place, name in _RENAMED_PLACES.items()
+            if isinstance(tables.get(name), ast.Dict)
+        }
+
+        def rename(path: str) -> str:
+            for place, texts in pairs.items():
+                found = next(((old, new) for old, new in texts if place(path, old)), ("", ""))
+                path = path.replace(*found, 1)
+            return path
+
+        return rename
 
     def _list_joined(
         self, start: Class, grouped: Mapping[str, Sequence[ReadLinear]]

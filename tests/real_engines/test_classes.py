@@ -26,7 +26,7 @@ def test_vllm_builds_the_tiny_models_as_the_map_says() -> None:
 
 
 def test_no_linear_is_read_in_another_state_than_it_was_seen_in() -> None:
-    """Two thirds of vLLM's linears and heads are found under the path at which they were seen.
+    """More than half of vLLM's linears and heads are found under the path at which they were seen.
 
     The others are of a drafter, of a class that a config names, or renamed by a loader.
     """
@@ -42,9 +42,12 @@ def test_no_linear_is_read_in_another_state_than_it_was_seen_in() -> None:
             state = _STATES[linear.state]
             if found != {state}:  # one of two branches, or what is not known of the config
                 assert found <= {"maybe", "config", "none"}
-            counts["same" if found == {state} else "either" if found else "elsewhere"] += 1
-    assert counts["same"] > 0.6 * counts.total()
+            (read,) = found if len(found) == 1 else ("either" if found else "elsewhere",)
+            counts["same" if read == state else read] += 1
+    assert counts["same"] > 0.55 * counts.total()
     assert counts["same"] > 50 * counts["either"]
+    assert counts["same"] > 25 * counts["maybe"]  # Siglip's by sizes, for one
+    assert not {"config", "none"} & counts.keys()
 
 
 def _list_created(architecture: str) -> Iterator[CreatedLinear]:

@@ -1,10 +1,14 @@
-"""What `quantize` writes of models that see or hear, in vLLM's own loader."""
+"""What `quantize` writes of models that see or hear, and scales, in vLLM's own loader."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.engines.check_handmade import PER_TENSOR
+from tests.kit.checkpoints import change_config, change_tensors
 from tests.kit.multimodal import WIDE
 from tests.quantization.by_hand import run
 from tests.real_engines.fuzz.architectures import save_model
@@ -12,6 +16,7 @@ from tests.real_engines.fuzz.compare import Finding
 from tests.real_engines.fuzz.draw import UNDRAWN
 from tests.real_engines.fuzz.engines import VllmObserver
 from tests.real_engines.fuzz.evaluate import ask_check, judge
+from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.vllm_job import ForkServer
 
 pytest.importorskip("torchvision")
@@ -31,6 +36,8 @@ UNSERVED: dict[str, set[str]] = {
 }
 """The forms that vLLM does not load as they are meant: Aria's experts have to be stacks, and its
 Mistral 3 renames the scales of blocks."""
+ONE_NAME = {"glmasr", "paddleocr_vl", "qwen2_audio"}
+"""Those whose scales have to be named as the weights are."""
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +61,22 @@ def test_vllm_loads_what_is_written_as_check_says(
         if seen.error or seen.weights_fault:
             unserved.add(form)
     assert unserved == UNSERVED.get(name, set())
+
+
+@pytest.mark.parametrize("name", sorted(WIDE))
+def test_scales_may_be_named_as_in_memory(name: str, server: ForkServer, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "model", "bfloat16")
+    pairs = [each for _, each in open_geometry(tmp_path / "model").attentions()]
+    if all(each.module == each.checkpoint_module for each in pairs):
+        pytest.skip(f"{name} has one name for it")
+    folder = tmp_path / "scales"
+    shutil.copytree(tmp_path / "model", folder)
+    names = [f"{each.module}.{role}_scale" for each in pairs for role in "kv"]
+    scales = {each: torch.tensor([0.25]) for each in names}
+    change_tensors(folder, scales)
+    change_config(folder, quantization_config=PER_TENSOR)
+    seen = VllmObserver(server, tmp_path)(UNDRAWN, folder, tmp_path / "model")
+    found = judge(lambda: ask_check(folder, "vllm"), "vllm", seen, folder, has_kv=True)
+    assert not isinstance(found, Finding), found
+    values = {pair.k for pair in seen.layers.values()}
+    assert values == ({(0.25,)} if name not in ONE_NAME else set()), seen.error

@@ -93,7 +93,12 @@ def find_run_error(model: torch.nn.Module) -> str:
         config: Any = deepcopy(model.config)
         config.__dict__.pop("quantization_config", None)
         with torch.device("meta"):
-            plain_error = _run(plain._from_config(config))
+            built = plain._from_config(config)
+        dtypes = {name: each.dtype for name, each in model.named_parameters()}
+        for name, each in built.named_parameters():  # the text model's may be another than experts'
+            dtype = dtypes.get(name, each.dtype)
+            each.data = each.to(dtype if dtype.itemsize > 1 else each.dtype)
+        plain_error = _run(built)
         if any(mark in plain_error for mark in _LACKING):
             return plain_error
         if error and plain_error:

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
+from fp8calib.engines.facts.classes import find_class_map, make_pattern
 from fp8calib.engines.facts.release import ADDED_ROOTS, PLACELESS, Release
 from fp8calib.engines.replay.loaded_scales import LoadContext
-from fp8calib.engines.replay.verdicts import Refusal, Slot
+from fp8calib.engines.replay.verdicts import Refusal, Slot, Unjudged
 from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
@@ -133,12 +134,33 @@ class WeightLoader:
         self._attends |= {path for path in modules if path.endswith(".attn")}
         """Paths that end in `.attn` and exist in the model's attention."""
         self._roots = {path.partition(".")[0] for path in self._attends}
+        self._root_in_memory, self._root = self._find_roots()
         names = (name for name in context.tensors if not _is_scale_name(name))
         self._stored = {name.rpartition(".")[0] for name in names}
         """Paths of the modules that have weights in the checkpoint."""
 
+    def _find_roots(self) -> tuple[str, str]:
+        """Find how names begin in memory and on disk; both are empty where that is the same."""
+        for _, attention in self._context.geometry.attentions():
+            inner, outer = attention.module.split("."), attention.checkpoint_module.split(".")
+            if inner != outer:
+                while inner[-1:] == outer[-1:]:
+                    inner, outer = inner[:-1], outer[:-1]
+                return f"{'.'.join(inner)}.", f"{'.'.join(outer)}."
+        return "", ""
+
+    @cached_property
+    def _takes_names_in_memory(self) -> bool:
+        """Whether the class is known to load weights under the names in memory too."""
+        geometry = self._context.geometry
+        known = find_class_map(self._release, geometry.architecture)
+        attentions = (make_pattern(each.module) for _, each in geometry.attentions())
+        return any(path.startswith(f"{each}.") for each in {*attentions} for path in known)
+
     def _map_name(self, name: str) -> str:
         """Give the name of the parameter that the loader looks for."""
+        if self._is_in_memory(name) and self._takes_names_in_memory:
+            name = f"{self._root}{name.removeprefix(self._root_in_memory)}"
         root = self._release.find_value(ADDED_ROOTS, self._context.geometry.model_type)
         if self._kind == _BACKEND:  # what the checkpoint calls its `model.`
             root = next((f"{path.partition('.')[0]}." for path in self._attends), "model.")
@@ -152,6 +174,10 @@ class WeightLoader:
         if suffix and self._method in (KvMethod.FP8, KvMethod.QUARK) and not self._fuses(name):
             return name.removesuffix(suffix) + _OUTPUTS[suffix]
         return name
+
+    def _is_in_memory(self, name: str) -> bool:
+        """Check whether a name begins as in memory, where that is not as on disk."""
+        return bool(self._root_in_memory) and name.startswith(self._root_in_memory)
 
     def look_up(self, name: str) -> tuple[Slot | None, str]:
         """Find the k, v or q that a tensor of this name is loaded into.
@@ -221,6 +247,9 @@ class WeightLoader:
             _, why = self.look_up(name)
             if not why:
                 continue
+            if self._is_in_memory(name) and not self._takes_names_in_memory:
+                text = "is named as in transformers' memory, and not as the weights are"
+                raise Unjudged(f"{shorten(name)} {text}: only vLLM's loader can tell")
             stored = self._context.scales.get(name)
             is_inner = self._kind == _UNFORGIVING and module in self._attends
             fix = _INNER_FIX if is_inner else NAMES_FIX

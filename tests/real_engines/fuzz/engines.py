@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.model.module_paths import split_expert
@@ -211,11 +213,9 @@ def _describe(error: BaseException) -> str:
 
 def _load_in_transformers(model: Path, original: Path) -> Tensors:
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    name = json.loads((original / "config.json").read_text())["model_type"]
-    auto = AutoModelForMultimodalLM if name in WIDE else AutoModelForCausalLM
-    meant = auto.from_pretrained(original, dtype="auto")
+    meant = _find_class(original).from_pretrained(original, dtype="auto")
     runs = _can_run(meant)
-    loaded = auto.from_pretrained(model, dtype="auto")
+    loaded = _find_class(model).from_pretrained(model, dtype="auto")
     if runs:
         loaded(_TOKENS)  # which decompresses FP8 weights
     held: Tensors = {}
@@ -229,6 +229,16 @@ def _load_in_transformers(model: Path, original: Path) -> Tensors:
     fault = fault or _find_bad_input(loaded)
     held["fault"] = torch.tensor(list(fault.encode()), dtype=torch.uint8)
     return {name: tensor.clone().contiguous() for name, tensor in held.items()}
+
+
+def _find_class(folder: Path) -> Any:
+    """Choose the class of text, or where a model has none the class that its config names."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") not in {*WIDE} - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        return AutoModelForCausalLM
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    return getattr(transformers, str(first), AutoModelForCausalLM)
 
 
 def _read_scale(module: torch.nn.Module, role: str) -> torch.Tensor:
