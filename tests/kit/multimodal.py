@@ -113,6 +113,8 @@ def build_config(name: str, tokenizer: PreTrainedTokenizerFast, **text: object) 
     kind = MULTIMODAL[name]
     settings = _copy(kind.config)
     settings.get("text_config", settings).update(text)
+    if "out_hidden_size" in (tower := settings.get("vision_config", {})):
+        tower["out_hidden_size"] = text.get("hidden_size", tower["out_hidden_size"])
     for path, tokens in kind.ids.items():
         *parents, last = path.split(".")
         place = settings

@@ -118,8 +118,8 @@ class SglangClasses:
             parts = _find_parts([*prefixes, *_respell(prefixes)], own, kind, every, names)
             if not parts and kind == "linear":
                 alone = {each for name in prefixes for each in renamed.get(name, ())} - {*grouped}
-                listed_as = map(rename, alone)
-                is_listed = read == "none" or not is_renamed or {*listed_as} <= {*prefixes}
+                is_listed = all(rename(each) in prefixes for each in alone)
+                is_listed |= read == "none" or not is_renamed
                 parts = list(alone) if len(alone) == 1 and is_listed else []
             if not parts:
                 continue

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_torchvision_available
 
 from tests.architectures.families import FAMILIES, KNOWN, SIZES
-from tests.kit.multimodal import MULTIMODAL, WIDE, build_config, build_tokenizer
+from tests.kit.multimodal import MULTIMODAL, WIDE, build_multimodal
 from tests.zoo import ZOO
 
 _WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
@@ -41,7 +41,7 @@ def make_config(architecture: str, **changes: Any) -> dict[str, Any]:
 def randomize(model: torch.nn.Module) -> None:
     """Make norms and biases matter: what is lost of them changes a number."""
     for value in model.parameters():
-        if bool((value == value.flatten()[0]).all()):
+        if value.dim() == 1 and bool((value == value[0]).all()):
             value.data += torch.randn_like(value) / 8
 
 
@@ -75,13 +75,9 @@ def save_model(
 
 def _save_processor(name: str, folder: Path, **changes: Any) -> torch.nn.Module:
     """Write the processor of a model that sees or hears, and build the model in fp32."""
-    kind = MULTIMODAL[name]
-    tokenizer = build_tokenizer(kind)
-    kind.make_processor(tokenizer).save_pretrained(folder)
-    own = kind.config.get("text_config", kind.config)
+    own = MULTIMODAL[name].config
     sizes = {**_WIDE, **_HEADS, **dict.fromkeys(_FINE, 128)}
-    wide = {key: each for key, each in sizes.items() if key in own} | WIDE[name]
-    config = build_config(name, tokenizer, **wide, **changes)
-    if hasattr(tower := getattr(config, "vision_config", None), "out_hidden_size"):
-        tower.out_hidden_size = _WIDE["hidden_size"]
-    return AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    wide = {key: each for key, each in sizes.items() if key in own.get("text_config", own)}
+    model, processor = build_multimodal(name, **wide, **WIDE[name], **changes)
+    processor.save_pretrained(folder)
+    return model

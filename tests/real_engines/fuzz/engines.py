@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fp8calib.checkpoint.model_config import list_classes
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.model.module_paths import split_expert
 from tests.kit.multimodal import WIDE
@@ -236,9 +237,7 @@ def _find_class(folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") not in {*WIDE} - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
         return AutoModelForCausalLM
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else ""
-    return getattr(transformers, str(first), AutoModelForCausalLM)
+    return getattr(transformers, next(iter(list_classes(config)), ""), AutoModelForCausalLM)
 
 
 def _read_scale(module: torch.nn.Module, role: str) -> torch.Tensor:
