@@ -16,11 +16,10 @@ import torch
 from fp8calib.calibration import calibrate
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, merge_shards, save_stats
 from fp8calib.calibration.hooks import HookedCache
-from fp8calib.calibration.job import CalibrationJob
+from fp8calib.calibration.job import CalibrationJob, RunModel
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,14 +59,15 @@ def run_calibration(
         The statistics, and what the run cost, as fields of a `CalibrateResult`.
     """
     started = time.monotonic()
+    journal = journal or job.open_journal()
     with PeakMemory() as memory, job.group.peer_failures():
         run = _Run(job, journal)
         stats = run.collect()
         back_offs = job.group.gather(run.back_offs)
     duration_s = time.monotonic() - started
-    resumed = () if journal is None else journal.sequences
     sequences = () if job.plan is None else job.plan.sequences
-    tokens = [len(each) for first, stop in resumed for each in sequences[first:stop]]
+    ranges = journal.sequences
+    tokens = [len(each) for first, stop in ranges for each in sequences[first:stop]]
     counts = job.count()
     return stats, {
         **counts,
@@ -88,7 +89,7 @@ class _Run:
             and `batch_size`, the size from there.
     """
 
-    def __init__(self, job: CalibrationJob, journal: Journal | None) -> None:
+    def __init__(self, job: CalibrationJob, journal: Journal) -> None:
         self.back_offs: list[dict[str, int]] = []
         self._job, self._journal, self._progress = job, journal, job.progress
         model, self._prepared = job.model, job.model.prepared
@@ -106,11 +107,8 @@ class _Run:
     def collect(self) -> RunStats:
         """Observe weights and text."""
         job, prepared, checkpoint = self._job, self._prepared, self._checkpoint
-        done = () if self._journal is None else self._journal.sequences
-        todo = list(job.group.share.take(drop_finished(job.batches, done) if done else job.batches))
-        sites: dict[Site, SiteStats] = {}
+        todo = job.group.share.take(drop_finished(job.batches, self._journal.sequences))
         unseen: Mapping[Site, str] = {}
-        failure: CalibrationError | None = None
         with ExitStack() as stack:
             streamed, device = None, prepared.model.device
             if not job.mode.is_streamed:
@@ -134,12 +132,12 @@ class _Run:
                 check_other_weights(checkpoint, others)
                 return hash_unquantized(checkpoint.stored) if is_first else {}
 
-            unquantized, reading = {}, None
+            reading = Future[dict[str, str]]()
             if device.type == "cuda" and checkpoint.files:
                 pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="read-files"))
                 reading = pool.submit(read_files)
             else:  # the passes need the same cores
-                unquantized = read_files()
+                reading.set_result(read_files())
             try:
                 if streamed is not None:
                     sites = self._run_by_layer(streamed, todo)
@@ -147,16 +145,13 @@ class _Run:
                     sites = self._run_whole(() if job.engine else todo)
                 if todo and job.observe_text is not None:
                     sites, unseen = job.observe_text(job, todo, self._journal)
-            except CalibrationError as error:
-                failure = error
-            # NaN in a weight is the cause of that in an activation
-            sites = sites | settle_weights(self._weights, prepared)
-            unquantized = unquantized if reading is None else reading.result()
-            if failure is not None:
-                raise failure
-        earlier = {} if self._journal is None else self._journal.sites
-        sites = merge_sites([*job.group.gather(sites), earlier])
-        return self._make_stats(sites, unseen, unquantized)
+            except CalibrationError:  # its cause may be NaN in a weight
+                settle_weights(self._weights, prepared)
+                reading.result()
+                raise
+            sites |= settle_weights(self._weights, prepared)
+        sites = merge_sites([*job.group.gather(sites), self._journal.sites])
+        return self._make_stats(sites, unseen, reading.result())
 
     def _make_stats(
         self,
@@ -194,12 +189,11 @@ class _Run:
 
     def _open_hooks(self) -> AbstractContextManager[None]:
         """Open the hooks that show forward passes to the recorder."""
-        prepared, job, journal = self._prepared, self._job, self._journal
-        observe = job.observe
+        prepared, job, observe = self._prepared, self._job, self._job.observe
         if job.make_recorder is None:
             self._recorder = Recorder(job.header.num_sequences)
         else:
-            self._recorder = job.make_recorder(None if journal is None else journal.folder)
+            self._recorder = job.make_recorder(self._journal.folder)
         self._decoder = Decoder(prepared.model)
         attentions = prepared.geometry.owners()
         every = {attention.module for attention in attentions.values()}
@@ -299,7 +293,7 @@ class _Run:
                     # The first batch allocates statistics between its activations.
                     return_freed_memory()
                 self._progress.advance(batch.num_tokens)
-                if self._check(at_end=not waiting) and self._journal is not None:
+                if self._check(at_end=not waiting):
                     self._journal.save_if_due(recorder.sequences, recorder.stats)
         return recorder.stats()
 
@@ -335,10 +329,8 @@ class _Run:
     def _walk(self, streamed: StreamedModel, batches: Sequence[Batch]) -> dict[Site, SiteStats]:
         """Run all batches through every layer in turn."""
         journal, progress, recorder = self._journal, self._progress, self._recorder
-        first, last = 0, len(streamed.geometry.layers) - 1
-        store = streamed.open_hidden_states()
-        if journal is not None:
-            first = journal.load_layer(batches, store)
+        store, last = streamed.open_hidden_states(), len(streamed.parts) - 1
+        first = journal.load_layer(batches, store)
         with ExitStack() as stack:
             steps = stack.enter_context(streamed.steps(self._decoder, batches, store))
             progress.advance(first * sum(batch.num_tokens for batch in batches))
@@ -360,11 +352,10 @@ class _Run:
                         progress.advance(batch.num_tokens)
                         self._check(at_end=(index, number) == (last, len(batches) - 1))
                     recorder.finish_layer(layer.layer)
-                if journal is not None and index < last and journal.is_due_for_layer():
+                if index < last and journal.is_due_for_layer():
                     self._check(at_end=True)
                     journal.save_layer(index, batches, store, recorder.stats)
-        earlier = {} if journal is None else journal.layer_sites
-        return merge_sites([earlier, recorder.stats()])
+        return merge_sites([journal.layer_sites, recorder.stats()])
 
     def _observe_read(
         self, streamed: StreamedModel, layer: StreamedLayer, *, will_be_placed: bool

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
 
 from fp8calib.calibration.origin import METADATA_KEY, STATS_NAME, CalibrationOrigin
 from fp8calib.calibration.stats_header import StatsHeader, StatsShard
 from fp8calib.checkpoint.header import read_header
-from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.errors import ModelError, UsageError, first_line
 from fp8calib.model.geometry import KV_ROLES, Frozen, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.positions import NUM_RANGES
@@ -212,14 +212,10 @@ def load_stats_file(
         raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
     try:
         stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""), as_arrays)
-    except (ValidationError, ValueError) as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            places = shorten(".".join(map(str, first["loc"])))
-            reason = ": ".join(filter(None, (places, first["msg"])))
+    except ValueError as error:  # pydantic's too
         raise ModelError(
-            f"{path} is damaged, or of another version of this tool: {reason}", hint=_HINT
+            f"{path} is damaged, or of another version of this tool: {first_line(error)}",
+            hint=_HINT,
         ) from error
     if stats.shard is not None and not accepts_shard:
         raise UsageError(
@@ -293,17 +289,16 @@ def merge_shards(named: Sequence[tuple[str, RunStats]]) -> RunStats:
         raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
     found: list[tuple[str, RunStats, StatsShard]] = []
     for name, stats in named:
-        shard = stats.shard
-        if shard is None or shard.is_checkpoint:
+        if stats.shard is None or stats.shard.is_checkpoint:
             what = "the statistics of a whole run"
-            if shard is not None:
+            if stats.shard is not None:
                 what = "the checkpoint of an interrupted run: repeat its command with --resume"
             raise ModelError(
                 f"{name} is not a finished shard, but {what}",
                 hint="name the files of the shards; `fp8calib calibrate ... --shard I/N` writes "
                 "one",
             )
-        found.append((name, stats, shard))
+        found.append((name, stats, stats.shard))
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
     first_name, first, first_shard = found[0]
     for name, stats, shard in found[1:]:

@@ -1,12 +1,14 @@
-"""A calibration before it runs: what is observed of which model, on which text."""
+"""A calibration before it runs: a model, what is observed of it, and on which text."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,18 +20,75 @@ from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, 
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.stats_header import Observe, StatsHeader
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, DataPlan, Share, batches
 from fp8calib.errors import UsageError
+from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import Site
+from fp8calib.model.load import ModelSource, load_model
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.weight_source import WeightSource
 
 GPU_BATCH_TOKENS = 8192
 """About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunModel:
+    """A model that text runs through, before its weights are loaded or already with them."""
+
+    name: str
+    """As the user names it."""
+    source: ModelSource
+    checkpoint: Checkpoint
+    prepared: PreparedModel
+    """Without weights, unless the model is live."""
+    device: str
+    dtype: str
+    dtype_why: str
+    device_map: str | None = None
+    memory: float | None = None
+    """GiB, as limited by the user."""
+    is_live: bool = False
+    """Whether the caller holds the model in memory."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether how it is held in memory is not for us to choose."""
+        return self.is_live or self.device_map is not None
+
+    def load(self, progress: Progress) -> PreparedModel:
+        """Give the model with its weights."""
+        if self.is_live:
+            return self.prepared
+        progress.stage("loading the model", None)
+        model = load_model(
+            self.source,
+            dtype=DTYPES[self.dtype],
+            device=self.device,
+            device_map=self.device_map,
+            checkpoint=self.checkpoint,
+        )
+        return replace(self.prepared, model=model, weights=WeightSource(model, self.checkpoint))
+
+    def describe(self, engine: str = "") -> str:
+        """Describe how it computes, on its device or in an engine."""
+        return f"computing in {self.dtype} on {engine or self.device} ({self.dtype_why})"
+
+    def list_warnings(self) -> Iterator[str]:
+        """Warn of weights that are decoded while they are read, and of tensors without a place."""
+        if self.checkpoint.form:
+            yield (
+                f"{self.name} is quantized already: its {self.checkpoint.form} are dequantized, "
+                "and their errors are in everything that is measured; inputs are not quantized"
+            )
+        if names := ", ".join(self.prepared.leftovers):
+            yield f"{self.name}: not parameters of the model, so not loaded: {names}"
+
+
 ObserveText = Callable[
-    ["CalibrationJob", Sequence[Batch], Journal | None],
+    ["CalibrationJob", Sequence[Batch], Journal],
     tuple[dict[Site, SiteStats], Mapping[Site, str]],
 ]
 """Lets an engine load the model of a job, which has no weights, and run batches.
@@ -59,7 +118,7 @@ class CalibrationJob:
     observe_text: ObserveText | None = None
     """Runs it in the engine."""
     progress: Progress
-    make_recorder: Callable[[Path | None], Recorder] | None = None
+    make_recorder: Callable[[Path], Recorder] | None = None
     """Makes what records inputs, given the working folder, and may work on each layer while they
     are there, such as round its weights. None only records them."""
     layer_bytes: int = 0
@@ -113,6 +172,11 @@ class CalibrationJob:
                 hint=f"use --shard 1/{len(whole)} to {len(whole)}/{len(whole)}, or more --samples",
             )
         return list(shard.take(whole))
+
+    def open_journal(self, folder: Path = Path(os.devnull), **more: Any) -> Journal:
+        """Open the checkpoints in a folder; without one, none are written."""
+        own = self.header, self.shard or Share()
+        return Journal(folder, *own, self.batch_size, rank=self.group.rank, **more)
 
     def count(self) -> dict[str, int]:
         """Count the sequences and tokens of these batches."""

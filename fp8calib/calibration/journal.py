@@ -53,7 +53,7 @@ class Journal:
     """The checkpoints of one run, in a folder; each process rewrites its own.
 
     Attributes:
-        folder: where they are.
+        folder: where they are; without one, none are written.
         sequences: those that earlier runs have done.
         sites: the statistics of these sequences; empty in all processes but the first.
         layer_sites: the statistics of the layers that an earlier streamed run has done.
@@ -64,11 +64,11 @@ class Journal:
         self,
         folder: Path,
         header: StatsHeader,
-        *,
-        shard: Share | None,
+        share: Share,
         batch_size: int,
-        warn: Callable[[str], None],
-        rank: int = 0,
+        *,
+        rank: int,
+        warn: Callable[[str], None] = print,
         sequences: Ranges = (),
     ) -> None:
         self.folder = folder
@@ -78,7 +78,6 @@ class Journal:
         self.has_layers = False
         self.warn = warn
         self._header = header
-        share = shard or Share()
         self._shard = StatsShard(
             index=share.index,
             count=share.count,

@@ -97,8 +97,6 @@ class StatsHeader(Frozen):
         Skipped sites, and the file names of equal data, are not compared.
         """
         differences: list[str] = []
-        if self.schema_version != other.schema_version:
-            differences.append("statistics of different versions of this tool")
         models = self.model_fingerprint, other.model_fingerprint
         if why := explain_difference(*models, between=", and "):
             differences.append(f"different model ({why})")
@@ -114,6 +112,7 @@ class StatsHeader(Frozen):
     def _list_settings(self) -> dict[str, str]:
         """List what two runs must have in common."""
         return {
+            "schema_version": str(self.schema_version),
             "data": (
                 f"{self.num_tokens} tokens in {self.num_sequences} sequences, "
                 f"{self.data_fingerprint[:16]}"

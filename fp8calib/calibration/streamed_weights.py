@@ -102,9 +102,6 @@ class PartLoader:
                 missing.append(name)
         if missing:
             raise missing_error(self.checkpoint.folder, sorted(missing))
-        for name, parameter in wanted.items():
-            if (tensor := self.weights.single_tensors.get(parameter)) is not None:
-                self._require_shape(name, self.checkpoint.tensors[tensor].shape)
         made_from = self.weights.tensor_names({self._maker[each] for each in wanted.values()})
         tensors = tuple(name for name in self.checkpoint.tensors if name in made_from)
         placed, steps = 0, defaultdict[str, int](int)
@@ -181,9 +178,11 @@ class PartLoader:
                 elif self.device == "cpu" and held[name].untyped_storage().data_ptr() in rooms:
                     held[name] = held[name].clone()  # the model's may be changed in place
             for name in names:
-                tensor = made[part.wanted[name]].to(self._target(name))
-                self._require_shape(name, tensor.shape)
-                yield name, tensor
+                tensor, expected = made[part.wanted[name]], self._known[name].shape
+                if tensor.shape != expected:
+                    folder = self.checkpoint.folder
+                    raise mismatch_error(folder, name, tensor.shape, expected)
+                yield name, tensor.to(self._target(name))
 
     @contextmanager
     def placed(
@@ -210,11 +209,6 @@ class PartLoader:
                 return self._dtypes[glob_of[str(match.lastgroup)]]
         found: torch.dtype = self._known[name].dtype
         return found
-
-    def _require_shape(self, name: str, found: torch.Size | tuple[int, ...]) -> None:
-        expected = self._known[name].shape
-        if tuple(found) != tuple(expected):
-            raise mismatch_error(self.checkpoint.folder, name, found, expected)
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

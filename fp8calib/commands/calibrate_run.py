@@ -16,11 +16,10 @@ import torch
 
 from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file, save_stats
-from fp8calib.calibration.job import CalibrationJob, ObserveText
+from fp8calib.calibration.job import CalibrationJob, ObserveText, RunModel
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.calibration.origin import REPORT_NAME, STATS_NAME, spell_export
 from fp8calib.calibration.processes import open_process_group
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.checkpoint.output import (

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import check_runnable
+from fp8calib.calibration.job import RunModel
 from fp8calib.calibration.memory_plan import MemoryPlan
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.run_options import DEFAULT_SEQ_LEN, Data, RunOptions

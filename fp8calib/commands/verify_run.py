@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
+from fp8calib.calibration.job import RunModel
 from fp8calib.calibration.memory_plan import MemoryPlan
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.output import check_output_file
 from fp8calib.checkpoint.tensor_file import save_tensors

@@ -49,14 +49,7 @@ def work_folder(
     their checkpoints to its folder. `check_old` looks at what an interrupted run left.
     """
     group, old = job.group, list[Journal]()
-    open_journal = partial(
-        Journal,
-        header=job.header,
-        shard=job.shard,
-        batch_size=job.batch_size,
-        warn=reporter.warn,
-        rank=group.rank,
-    )
+    open_journal = partial(job.open_journal, warn=reporter.warn)
 
     def read_old(folder: Path) -> None:
         old.append(open_journal(folder))

@@ -167,7 +167,6 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
                 while original is not None and "_orig_mod" in original._modules:  # torch.compile
                     original = original._modules["_orig_mod"]
                 if original is not child:
-                    stack.callback(module._modules.__setitem__, name, child)
                     module._modules[name] = original
         decoder = find_text_decoder(model)[1]
         owners = (model.config, model.config.get_text_config(decoder=True), decoder.config)
@@ -178,41 +177,35 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-_SHARED = ("_parameters", "_buffers", "_modules")
-"""Parameters stay where they are; buffers are restored with their values."""
+def _take_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take the attributes of a module with copies of its dicts and sets, and copies of buffers.
 
-
-def _take_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Take the attributes of a module with copies of its sets of hooks; its buffers; and copies.
-
-    A forward pass may change in place only the buffers that are not stored.
+    Parameters stay where they are, which FSDP2 decides. A forward pass may change in place only the
+    buffers that are not stored.
     """
-    own = {name: value for name, value in vars(module).items() if name not in _SHARED}
+    own = {name: value for name, value in vars(module).items() if name != "_parameters"}
     attributes = {n: v.copy() if isinstance(v, dict | set) else v for n, v in own.items()}
     copies = {
         name: value.clone()
         for name, value in module._buffers.items()
         if name in module._non_persistent_buffers_set and value is not None
     }
-    return attributes, {**module._buffers}, copies
+    return attributes, copies
 
 
-def _restore(
-    module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any], copies: dict[str, Any]
-) -> None:
-    _refill(module._buffers, buffers)
-    for name, before in copies.items():
-        value = buffers[name]
-        with torch.inference_mode(value.is_inference()):  # else it cannot be written
-            value.copy_(before)
+def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
     own = vars(module)
-    for name in own.keys() - attributes.keys() - set(_SHARED):
+    for name in own.keys() - attributes.keys() - {"_parameters"}:
         del own[name]
     for name, value in attributes.items():
         if isinstance(value, dict | set) and isinstance(own.get(name), type(value)):
             _refill(own[name], value)
         else:
             own[name] = value
+    for name, before in copies.items():
+        buffer: Any = module._buffers[name]
+        with torch.inference_mode(buffer.is_inference()):  # else it cannot be written
+            buffer.copy_(before)
 
 
 def _refill(container: Any, before: Any) -> None:

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
+from fp8calib.calibration.job import RunModel
 from fp8calib.calibration.origin import STATS_NAME, calibrate_first, is_stats_file
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from fp8calib.calibration.job import RunModel
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.run_model import RunModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list

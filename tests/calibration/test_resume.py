@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fp8calib.calibration import journal as journal_module
-from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.stats_header import Observe, StatsHeader
+from fp8calib.calibration.stats_header import Observe
 from fp8calib.data.sequences import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from tests import zoo
@@ -66,8 +65,9 @@ def keep_in(
 
     folder.mkdir(exist_ok=True)
     plan = rows_of(lengths, seed=seed)
-    header: StatsHeader = subject.job(plan, observe).header.model_copy(update=changes)
-    journal = Journal(folder, header, shard=shard, batch_size=batch_size, warn=warn)
+    job = subject.job(plan, observe, shard=shard, asked_batch_size=batch_size)
+    vars(job)["header"] = job.header.model_copy(update=changes)
+    journal = job.open_journal(folder, warn=warn)
     journal.load()
     return WorkShare(shard=shard, journal=journal)
 

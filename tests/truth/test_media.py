@@ -147,14 +147,8 @@ def test_a_run_with_media_goes_on(
 
         def go_on() -> WorkShare:
             (tmp_path / "kept").mkdir(exist_ok=True)
-            header = subject.job(plan).header
-            kept = journal.Journal(
-                tmp_path / "kept",
-                header,
-                shard=None,
-                batch_size=1,
-                warn=print,
-            )
+            job = subject.job(plan, asked_batch_size=1)
+            kept = job.open_journal(tmp_path / "kept")
             kept.load()
             return WorkShare(journal=kept)
 

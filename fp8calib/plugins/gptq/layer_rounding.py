@@ -75,9 +75,8 @@ class Rounding:
             largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
         return largest + max((sum(found.values()) for found in sums.values()), default=0)
 
-    def open_recorder(self, folder: Path | None) -> LayerRounding:
+    def open_recorder(self, folder: Path) -> LayerRounding:
         """Make what rounds the weights of each layer into the working folder of a run."""
-        assert folder is not None  # noqa: S101 -- `gptq` runs it there
         require_free_space(folder, count_code_bytes(self.matrices))
         codes = RoundedCodes(folder / CODES)
         codes.begin(self._list_options())

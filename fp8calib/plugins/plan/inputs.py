@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.job import RunModel
 from fp8calib.commands.model import open_run_model, plan_text, read_settings, warn_of_few
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.sequences import DataPlan, take_sequences

@@ -88,7 +88,7 @@ class EngineSettings:
         return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}{drafter}"
 
     def observe(
-        self, job: CalibrationJob, todo: Sequence[Batch], journal: Journal | None
+        self, job: CalibrationJob, todo: Sequence[Batch], journal: Journal
     ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
         """Run batches through vLLM and observe them; each sequence is run alone.
 
@@ -183,7 +183,7 @@ class _Run:
             self._call("execute_dummy_batch")
         self._call("fp8calib_observe", self.matched.list_modules(), self._num_sequences)
 
-    def run(self, todo: Sequence[Batch], progress: Progress, journal: Journal | None) -> None:
+    def run(self, todo: Sequence[Batch], progress: Progress, journal: Journal) -> None:
         """Run batches, each sequence alone, in groups that take about `_GROUP_S`."""
         waiting = [each for batch in todo for each in cut_into(batch, 1)]
         size = 1
@@ -194,8 +194,7 @@ class _Run:
             took_s = time.monotonic() - started
             progress.advance(sum(each.num_tokens for each in group))
             size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
-            if journal is not None:
-                journal.save_if_due(self._ran, self.stats)
+            journal.save_if_due(self._ran, self.stats)
 
     def _feed(self, group: Sequence[Batch]) -> None:
         """Run sequences through vLLM, which may die or refuse one."""

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.calibrate import run_calibration
 from fp8calib.calibration.calibration_stats import RunStats
-from fp8calib.calibration.job import GPU_BATCH_TOKENS, CalibrationJob
-from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.job import GPU_BATCH_TOKENS, CalibrationJob, RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter

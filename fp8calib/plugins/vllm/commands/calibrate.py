@@ -19,8 +19,7 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.machine import ALONE, ProcessRank
 
 if TYPE_CHECKING:
-    from fp8calib.calibration.job import ObserveText
-    from fp8calib.calibration.run_model import RunModel
+    from fp8calib.calibration.job import ObserveText, RunModel
     from fp8calib.commands.recipe import Recipe
 
 describe = core.describe
