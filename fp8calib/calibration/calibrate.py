@@ -31,9 +31,9 @@ from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.stats_header import Skipped, StatsShard
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights, settle_weights
-from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.data.sequences import (
     Batch,
+    Share,
     cut_into,
     drop_finished,
     find_distinct_tokens,
@@ -41,11 +41,12 @@ from fp8calib.data.sequences import (
 )
 from fp8calib.errors import CalibrationError
 from fp8calib.machine import PeakMemory
-from fp8calib.model.geometry import Linear, Role, Site
+from fp8calib.model.geometry import Layer, Linear, Role, Site
 from fp8calib.model.prepared import list_skipped
+from fp8calib.model.weight_source import WeightSource
 
 if TYPE_CHECKING:  # a model in memory needs none of it
-    from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel
+    from fp8calib.calibration.streamed_model import StreamedModel
 
 
 def run_calibration(
@@ -95,26 +96,21 @@ class _Run:
         model, self._prepared = job.model, job.model.prepared
         if not (job.engine or job.mode.is_streamed):
             self._prepared = model.load(job.progress)
-        self._checkpoint = model.checkpoint
         self._weights: dict[Site, SiteStats] = {}  # on the devices that hold the weights
-        self._linears: Sequence[Linear] | None = None
-        """Those whose weights this process observes; None: no weights."""
+        self._linears: Sequence[Linear] = ()
+        """Those whose weights this process observes."""
         if job.observe.weights:  # one process reads each
             every = [linear for _, linear in self._prepared.geometry.linears()]
-            own = every if job.shard is None else job.shard.take(every)
-            self._linears = job.group.share.take(own)
+            self._linears = job.group.share.take((job.shard or Share()).take(every))
 
     def collect(self) -> RunStats:
         """Observe weights and text."""
-        job, prepared, checkpoint = self._job, self._prepared, self._checkpoint
+        job, prepared, checkpoint = self._job, self._prepared, self._job.model.checkpoint
         todo = job.group.share.take(drop_finished(job.batches, self._journal.sequences))
         unseen: Mapping[Site, str] = {}
         with ExitStack() as stack:
             streamed, device = None, prepared.model.device
-            if not job.mode.is_streamed:
-                weights = {linear.weight_name for _, linear in prepared.geometry.linears()}
-                read = prepared.weights.tensor_names(weights)
-            else:
+            if job.mode.is_streamed and todo:
                 # a model in memory needs none of it
                 from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
 
@@ -123,8 +119,8 @@ class _Run:
                     open_streamed(prepared, tokens, job.mode, job.model.device)
                 )
                 device = streamed.device
-                read = frozenset(name for part in streamed.parts for name in part.tensors)
-            is_first = job.group.is_first
+            weights = {linear.weight_name for _, linear in prepared.geometry.linears()}
+            read, is_first = prepared.weights.tensor_names(weights), job.group.is_first
             has_rest = is_first and job.observe.weights and (not job.shard or job.shard.index == 1)
             others = [name for name in checkpoint.tensors if has_rest and name not in read]
 
@@ -305,13 +301,6 @@ class _Run:
         Weights are observed as layers are read.
         """
         num_layers = len(streamed.geometry.layers)
-        if not batches:
-            self._progress.stage("reading weights", num_layers, unit="layers")
-            with streamed.layers(first=num_layers) as layers:
-                for layer in layers:
-                    self._observe_read(streamed, layer, will_be_placed=False)
-                    self._progress.advance(1)
-            return {}
         steps = sum(batch.num_tokens for batch in batches) * num_layers
         size = max(len(batch.lengths) for batch in batches)
         while True:
@@ -330,18 +319,26 @@ class _Run:
         """Run all batches through every layer in turn."""
         journal, progress, recorder = self._journal, self._progress, self._recorder
         store, last = streamed.open_hidden_states(), len(streamed.parts) - 1
-        first = journal.load_layer(batches, store)
+        first, is_gpu = journal.load_layer(batches, store), streamed.device.type == "cuda"
+
+        wanted = {linear.module for linear in self._linears}
+
+        def observe(layer: Layer, source: WeightSource) -> None:
+            own = [linear for linear in layer.linears if linear.module in wanted]
+            self._weights |= observe_weights(own, source, ignored=self._prepared.ignored)
+
+        for layer in streamed.geometry.layers[:first]:  # an earlier run has done the rest
+            observe(layer, self._prepared.weights)
         with ExitStack() as stack:
             steps = stack.enter_context(streamed.steps(self._decoder, batches, store))
             progress.advance(first * sum(batch.num_tokens for batch in batches))
-            for layer in stack.enter_context(streamed.layers(first=first)):
-                index = layer.layer.index
-                left = self._observe_read(streamed, layer, will_be_placed=index >= first)
-                if index < first:
-                    continue
-                with streamed.placed(layer):
-                    loaded, ignored = layer.weights.reading_loaded(), self._prepared.ignored
-                    self._weights |= observe_weights(left, loaded, ignored=ignored)
+            for read in stack.enter_context(streamed.layers(first=first)):
+                index = read.layer.index
+                if not is_gpu:  # as stored: the model may cast them
+                    observe(read.layer, read.weights)
+                with streamed.placed(read):
+                    if is_gpu:
+                        observe(read.layer, read.weights.reading_loaded())
                     for number, batch in enumerate(batches):
                         before = store.get(number, self._decoder.device) if index else None
                         cache = self._begin(batch)
@@ -351,25 +348,8 @@ class _Run:
                             store.put(number, after)
                         progress.advance(batch.num_tokens)
                         self._check(at_end=(index, number) == (last, len(batches) - 1))
-                    recorder.finish_layer(layer.layer)
+                    recorder.finish_layer(read.layer)
                 if index < last and journal.is_due_for_layer():
                     self._check(at_end=True)
                     journal.save_layer(index, batches, store, recorder.stats)
         return merge_sites([journal.layer_sites, recorder.stats()])
-
-    def _observe_read(
-        self, streamed: StreamedModel, layer: StreamedLayer, *, will_be_placed: bool
-    ) -> Sequence[Linear]:
-        """Observe the weights of a layer as they were read, and give those left for the GPU."""
-        if self._linears is None:
-            return ()
-        wanted = {linear.module for linear in self._linears}
-        own = [linear for linear in layer.layer.linears if linear.module in wanted]
-        read = layer.weights.tensor_names({linear.weight_name for linear in own})
-        check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
-        stored = {TORCH_DTYPES[layer.held.tensors[name].dtype] for name in read}
-        is_gpu = will_be_placed and streamed.device.type == "cuda"
-        if is_gpu and stored == {streamed.model.dtype}:
-            return own
-        self._weights |= observe_weights(own, layer.weights, ignored=self._prepared.ignored)
-        return ()

@@ -93,21 +93,19 @@ class StreamedModel:
 
     @contextmanager
     def layers(self, *, first: int = 0) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers; a thread reads each one while the layer before it is placed.
-
-        Layers before `first` are not copied ahead to a GPU.
+        """Iterate over the layers from `first` on; a thread reads each while the one before runs.
 
         Raises:
             OutOfMemoryInForward: a GPU has no room for the next layer beside a batch.
         """
-        unread = zip(self.geometry.layers, self.parts, strict=True)
+        unread = zip(self.geometry.layers[first:], self.parts[first:], strict=True)
         reading: deque[Future[StreamedLayer]] = deque()
 
         def read(layer: Layer, part: ModelPart, earlier: torch.cuda.Event | None) -> StreamedLayer:
             held = self._loader.read(part)
             weights = self._loader.weights.reading_from(held)
             loaded = StreamedLayer(layer=layer, part=part, held=held, weights=weights)
-            if self._copying is not None and layer.index >= first:
+            if self._copying is not None:
                 if earlier is not None:
                     earlier.synchronize()  # the GPU has room for two layers, not for three
                 self._copy(loaded, self._copying)
@@ -118,7 +116,7 @@ class StreamedModel:
                 reading.append(pool.submit(read, *following, self._computed))
 
         def finished() -> Iterator[StreamedLayer]:
-            for _ in self.parts:
+            for _ in self.parts[first:]:
                 begin_next()
                 yield reading.popleft().result()
 
