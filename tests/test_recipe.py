@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8calib.commands.options import describe_recipes
 from fp8calib.commands.recipe import Quantize, load_recipe
-from fp8calib.commands.run_options import describe_recipes
 from fp8calib.errors import RecipeError
 from fp8calib.model.module_paths import match_names
 

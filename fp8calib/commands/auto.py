@@ -16,7 +16,6 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result, RunPlan, WrittenCheck, describe_checks
-from fp8calib.commands.run_options import DATA, TextData, TextOptions, check_gate
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.gpus import find_gpu, list_multiplied
 from fp8calib.engines.registry import find_emulated
@@ -37,7 +36,7 @@ _STOPPED = f"{_OTHER}, or add --resume if that run was stopped before its end"
 
 
 @request_class
-class AutoRequest(TextOptions):
+class AutoRequest(shared.TextOptions):
     """Calibrate, write FP8 checkpoints, and keep the smallest one that passes the gate.
 
     Four fifths of the text calibrate. On the rest the model is compared with an FP8 KV cache,
@@ -48,7 +47,7 @@ class AutoRequest(TextOptions):
     """
 
     out: str | Path = option("--out DIR", "Output folder; must not exist.", reads=Path)
-    data: TextData | None = option(DATA, default=None)
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
     gpu: str = option(
         "--gpu NAME", "The GPU that serves, such as L40S.", check=find_gpu, default="H100"
@@ -56,7 +55,7 @@ class AutoRequest(TextOptions):
     gate: str | None = option(
         "--gate kv|w8a8|FILE",
         "Thresholds; default: w8a8 for FP8 weights, kv for an FP8 KV cache alone.",
-        check=check_gate,
+        check=shared.check_gate,
         default=None,
     )
     resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
@@ -132,7 +131,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
             plan={"model": str(request.model), "weights_size_bytes": size, "steps": steps}
         )
     numbered = iter([f"step {i} of {len(steps)}: {each}" for i, each in enumerate(steps, 1)])
-    common: dict[str, Any] = {e.name: getattr(request, e.name) for e in fields(TextOptions)}
+    common: dict[str, Any] = {e.name: getattr(request, e.name) for e in fields(shared.TextOptions)}
     common |= {"seq_len": text.seq_len, "text_column": None, "pack": False}
     reporter.say("\n".join([*(text.rows.describe() if text.rows else ()), next(numbered)]))
     common |= {"data": text.sequences[:cut], "samples": cut}

@@ -19,14 +19,6 @@ from fp8calib.commands.result import (
     describe_checks,
     list_top_level,
 )
-from fp8calib.commands.run_options import (
-    DATA,
-    DEVICE_MAP,
-    RecipeOptions,
-    RunOptions,
-    TextData,
-    describe_recipes,
-)
 from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.numerics.formats import E4M3FN
@@ -39,18 +31,18 @@ else:  # importing it takes seconds
 
 
 @request_class
-class CalibrateRequest(RunOptions, RecipeOptions):
+class CalibrateRequest(shared.RunOptions, shared.RecipeOptions):
     """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    data: TextData | None = option(DATA, default=None)
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
     recipe: str | Path = option(
         "--recipe NAME|FILE",
         "What to observe and write: file or name. "
-        + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
+        + " ".join(f"{name}: {purpose}" for name, purpose in shared.describe_recipes()),
         reads=str,
         default="kv",
     )
@@ -62,7 +54,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
     out: str | Path | None = option(
         "--out DIR", "Output folder; default ./<model>-fp8calib.", reads=Path, default=None
     )
-    device_map: str | None = option(DEVICE_MAP, default=None)
+    device_map: str | None = option(shared.DEVICE_MAP, default=None)
     resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
     shard: str | None = option(
         "--shard I/N",

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
-from fp8calib.commands.run_options import FALLBACK, QUERY_SCALE, RULE, TP
 from fp8calib.errors import UsageError, format_count, join_or
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
@@ -50,8 +48,8 @@ class ExportRequest:
         reads=str,
         default=None,
     )
-    formats: str | Sequence[str] | None = option(FORMATS, default=None)
-    tp: int | Sequence[int] | None = option(TP, default=None)
+    formats: str | Sequence[str] | None = option(shared.FORMATS, default=None)
+    tp: int | Sequence[int] | None = option(shared.TP, default=None)
     model: shared.Model | None = option(
         "--model MODEL",
         "The calibrated model, or a quantized checkpoint of it (an overlay "
@@ -63,10 +61,10 @@ class ExportRequest:
     revision: str | None = option(shared.REVISION, default=None)
     other_weights: bool = option(shared.OTHER_WEIGHTS, default=False)
     replace_scales: bool = option(shared.REPLACE_SCALES, default=False)
-    rule: str | None = option(RULE, default=None)
-    fallback: str | None = option(FALLBACK, default=None)
-    fp8_dtype: str | None = option(FP8_DTYPE, default=None)
-    query_scale: str | None = option(QUERY_SCALE, default=None)
+    rule: str | None = option(shared.RULE, default=None)
+    fallback: str | None = option(shared.FALLBACK, default=None)
+    fp8_dtype: str | None = option(shared.FP8_DTYPE, default=None)
+    query_scale: str | None = option(shared.QUERY_SCALE, default=None)
     with_weights: bool = option(
         "--with-weights",
         "With --model: write the FP8 weights of every rank beside --format rfc. MODEL "

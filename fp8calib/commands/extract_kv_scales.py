@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
@@ -63,7 +62,7 @@ class ExtractRequest:
         reads=Path,
     )
     _: KW_ONLY
-    formats: str | Sequence[str] | None = option(FORMATS, default=None)
+    formats: str | Sequence[str] | None = option(shared.FORMATS, default=None)
     other_weights: bool = option(shared.OTHER_WEIGHTS, default=False)
     replace_scales: bool = option(shared.REPLACE_SCALES, default=False)
     source_dtype: str | None = option(
@@ -72,7 +71,7 @@ class ExtractRequest:
         choices=tuple(KV_FORMATS),
         default=None,
     )
-    fp8_dtype: str | None = option(FP8_DTYPE, default=None)
+    fp8_dtype: str | None = option(shared.FP8_DTYPE, default=None)
     tp: list[int] | None = option(
         "--tp N",
         "Tensor-parallel degree of the JSON formats; repeat for more. Default: that of the source.",

@@ -17,8 +17,9 @@ from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.job import RunModel
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
+from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
+from fp8calib.commands.recipe import Data
 from fp8calib.commands.result import RunPlan
-from fp8calib.commands.run_options import DEFAULT_SEQ_LEN, Data, RunOptions
 from fp8calib.data.modality import find_placeholders
 from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.rows import ReadRow, has_chat_template

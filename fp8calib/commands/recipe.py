@@ -27,16 +27,6 @@ from pydantic import (
 from fp8calib.calibration.stats_header import Observe
 from fp8calib.commands import options as keys
 from fp8calib.commands.request import Option, list_options
-from fp8calib.commands.run_options import (
-    DATA,
-    FALLBACK,
-    QUERY_SCALE,
-    RULE,
-    TP,
-    Data,
-    make_field,
-    recipe_files,
-)
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, first_line, join_or
@@ -50,6 +40,30 @@ if TYPE_CHECKING:
     from fp8calib.quantization.settings import PlanSettings
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def make_field(option: Option, **more: Any) -> Any:
+    """Make the field of a recipe's key from the option that overrides it."""
+    return Field(
+        default=option.key_default,
+        ge=option.least,
+        le=option.most,
+        description=option.about,
+        **more,
+    )
+
+
+class Data(Frozen):
+    """Which text is run through the model: what recipes and requests say of it."""
+
+    sources: tuple[str, ...] = make_field(keys.DATA)
+    text_column: str | None = make_field(keys.TEXT_COLUMN, min_length=1)
+    strict_rows: bool = make_field(keys.STRICT_ROWS, strict=True)
+    samples: int = make_field(keys.SAMPLES, strict=True)
+    seq_len: int | None = make_field(keys.SEQ_LEN, strict=True)
+    batch_size: int | None = make_field(keys.BATCH_SIZE, strict=True)
+    pack: bool = make_field(keys.PACK, strict=True)
+    seed: int = make_field(keys.SEED, strict=True)
 
 
 def _by_name(find: Callable[[str], object]) -> Callable[[str], str]:
@@ -93,13 +107,13 @@ QueryScale = Annotated[
 class ScaleOptions(Frozen):
     """How statistics become scales."""
 
-    rule: RuleField = make_field(RULE)
+    rule: RuleField = make_field(keys.RULE)
     rules: dict[str, RuleField] = Field(
         default={},
         description="other rules of some K and V, by patterns like those of `ignore` for "
         "`model.layers.3.self_attn.k` and `.v`; the first pattern that matches counts",
     )
-    fallback: Fallback | None = make_field(FALLBACK)
+    fallback: Fallback | None = make_field(keys.FALLBACK)
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = make_field(keys.FP8_DTYPE)
 
     @property
@@ -156,8 +170,8 @@ class Recipe(Frozen):
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
     formats: tuple[FormatName, ...] = make_field(keys.FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = make_field(TP, min_length=1)
-    query_scale: QueryScale = make_field(QUERY_SCALE)
+    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = make_field(keys.TP, min_length=1)
+    query_scale: QueryScale = make_field(keys.QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )
@@ -201,7 +215,7 @@ _PLACES = {
 
 def load_recipe(name_or_path: str) -> Recipe:
     """Load a shipped recipe by name, or a YAML file."""
-    shipped = recipe_files()
+    shipped = keys.recipe_files()
     path = shipped.get(name_or_path, Path(name_or_path))
     try:
         text = path.read_text(encoding="utf-8")
@@ -282,7 +296,7 @@ def apply_request(made: Recipe, asked: object) -> tuple[Recipe, Iterator[ReadRow
     options = list_options(type(asked))
     for option in options:
         value = getattr(asked, option.name)
-        if not option.key or option.key == DATA.key or value is None:
+        if not option.key or option.key == keys.DATA.key or value is None:
             continue
         *sections, key = option.key.split(".")
         section = reduce(dict.__getitem__, sections, recipe)

@@ -10,14 +10,6 @@ from typing import Any, ClassVar
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands import options as shared
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.run_options import (
-    DATA,
-    DEVICE_MAP,
-    ENGINE,
-    TextData,
-    TextOptions,
-    check_gate,
-)
 from fp8calib.errors import UsageError
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import parse_rule
@@ -43,7 +35,7 @@ def require_scales(path: str) -> None:
 
 
 @request_class
-class VerifyRequest(TextOptions):
+class VerifyRequest(shared.TextOptions):
     """Compare a model with its FP8 emulation on the same text.
 
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
@@ -59,9 +51,9 @@ class VerifyRequest(TextOptions):
         check=require_scales,
         default=(),
     )
-    data: TextData | None = option(DATA, default=None)
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
-    engine: str = option(ENGINE, default="vllm")
+    engine: str = option(shared.ENGINE, default="vllm")
     scheme: str | None = option(
         "--scheme",
         "Emulate FP8 weights and inputs instead of an FP8 KV cache.",
@@ -93,7 +85,7 @@ class VerifyRequest(TextOptions):
     gate: str | None = option(
         "--gate kv|w8a8|FILE",
         "Thresholds (YAML); exit code 8 if a candidate fails.",
-        check=check_gate,
+        check=shared.check_gate,
         default=None,
     )
     strict: bool = option("--strict", "With --gate, a warning exits with 8 too.", default=False)
@@ -108,5 +100,5 @@ class VerifyRequest(TextOptions):
     )
     force: bool = option("--force", "Replace the files of --report and --dump.", default=False)
     everything: bool = option("--all", "Print every table, not only what is lost.", default=False)
-    device_map: str | None = option(DEVICE_MAP, default=None)
+    device_map: str | None = option(shared.DEVICE_MAP, default=None)
     tokenizer: Any = option(shared.TOKENIZER, default=None)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, load_stats_file
 from fp8calib.checkpoint import checkpoint
-from fp8calib.commands.run_options import recipe_files
+from fp8calib.commands.options import recipe_files
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.model.geometry import Role, Site
 from tests import zoo

@@ -9,8 +9,7 @@ from fp8calib import __version__
 from fp8calib.cli import main_inner, removed
 from fp8calib.cli.app import app
 from fp8calib.commands import spell_commands
-from fp8calib.commands.options import spread_formats
-from fp8calib.commands.run_options import GATE_NAMES, read_gib
+from fp8calib.commands.options import GATE_NAMES, read_gib, spread_formats
 from fp8calib.errors import UsageError
 from fp8calib.verification.judge.gates import GATES
 from tests.cli.program import run, succeed

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from fp8calib.commands.model import plan_text
-from fp8calib.commands.run_options import Data
+from fp8calib.commands.recipe import Data
 from fp8calib.errors import Fp8CalibError
 from fp8calib.model.load import load_tokenizer, open_source
 from tests import zoo

@@ -12,9 +12,9 @@ from fp8calib.cli.app import app
 from fp8calib.commands import spell_commands
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.export import ExportRequest
+from fp8calib.commands.options import describe_recipes
 from fp8calib.commands.recipe import SECTIONS, Recipe, parse_recipe
 from fp8calib.commands.request import list_options, option, request_class
-from fp8calib.commands.run_options import describe_recipes
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import Row, list_requests, make_commands
 from tests.docs.pages import DOCS, compare_generated, make_table

@@ -15,7 +15,7 @@ from fp8calib.calibration import journal
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.layer_steps import HiddenStateStore
 from fp8calib.commands.model import plan_text
-from fp8calib.commands.run_options import Data
+from fp8calib.commands.recipe import Data
 from fp8calib.data.modality import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data

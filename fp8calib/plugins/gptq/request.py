@@ -7,18 +7,6 @@ from dataclasses import KW_ONLY
 from fp8calib.commands import options as shared
 from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.run_options import (
-    BATCH_SIZE,
-    DATA,
-    DTYPE,
-    MEMORY,
-    PACK,
-    SAMPLES,
-    SEQ_LEN,
-    STRICT_ROWS,
-    TEXT_COLUMN,
-    TextData,
-)
 
 
 @request_class
@@ -32,14 +20,14 @@ class GptqRequest(QuantizeRequest):
     """
 
     _: KW_ONLY
-    data: TextData | None = option(DATA, default=None)
-    text_column: str | None = option(TEXT_COLUMN, default=None)
-    strict_rows: bool = option(STRICT_ROWS, default=False)
-    samples: int | None = option(SAMPLES, default=None)
-    seq_len: int | None = option(SEQ_LEN, default=None)
-    batch_size: int | None = option(BATCH_SIZE, default=None)
-    pack: bool | None = option(PACK, default=None)
-    dtype: str = option(DTYPE, default="auto")
-    memory: float | None = option(MEMORY, default=None)
+    data: shared.TextData | None = option(shared.DATA, default=None)
+    text_column: str | None = option(shared.TEXT_COLUMN, default=None)
+    strict_rows: bool = option(shared.STRICT_ROWS, default=False)
+    samples: int | None = option(shared.SAMPLES, default=None)
+    seq_len: int | None = option(shared.SEQ_LEN, default=None)
+    batch_size: int | None = option(shared.BATCH_SIZE, default=None)
+    pack: bool | None = option(shared.PACK, default=None)
+    dtype: str = option(shared.DTYPE, default="auto")
+    memory: float | None = option(shared.MEMORY, default=None)
     dry_run: bool = option("--dry-run", "Print the plan of the run and exit.", default=False)
     trust_remote_code: bool = option(shared.TRUST, default=False)

@@ -9,12 +9,11 @@ from typing import Any
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.run_options import DATA, DEVICE_MAP, ENGINE, TextData, TextOptions, read_gib
 from fp8calib.commands.verify import require_scales
 
 
 @request_class
-class KvTypesRequest(TextOptions):
+class KvTypesRequest(shared.TextOptions):
     """Compare the types of a KV cache with FP8: what each loses, and how many tokens fit.
 
     Example: fp8calib kv-types MODEL --kv-memory 8
@@ -27,7 +26,7 @@ class KvTypesRequest(TextOptions):
         check=require_scales,
         default=None,
     )
-    data: TextData | None = option(DATA, default=None)
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
     kv_cache_dtype: Sequence[str] | None = option(
         "--kv-cache-dtype NAME,...",
@@ -41,9 +40,9 @@ class KvTypesRequest(TextOptions):
         "--kv-memory GIB",
         "Memory for the KV cache (8 is 8 GiB, 500M is 500 MiB), to show how many tokens fit.",
         reads=str,
-        collect=partial(read_gib, option="--kv-memory"),
+        collect=partial(shared.read_gib, option="--kv-memory"),
         default=None,
     )
-    engine: str = option(ENGINE, default="vllm")
-    device_map: str | None = option(DEVICE_MAP, default=None)
+    engine: str = option(shared.ENGINE, default="vllm")
+    device_map: str | None = option(shared.DEVICE_MAP, default=None)
     tokenizer: Any = option(shared.TOKENIZER, default=None)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.run_options import DATA, TextOptions, read_gib
 from fp8calib.engines.gpus import find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
@@ -35,7 +34,7 @@ def read_size(text: object) -> float:
         raise UsageError(f"--max-bytes {spelled}: {what}", hint="such as 6G, or 70%")
     if share <= 1:
         return share
-    return read_gib(spelled, "--max-bytes") * 2**30
+    return shared.read_gib(spelled, "--max-bytes") * 2**30
 
 
 def _check_scheme(name: str) -> None:
@@ -45,7 +44,7 @@ def _check_scheme(name: str) -> None:
 
 
 @request_class
-class PlanRequest(TextOptions):
+class PlanRequest(shared.TextOptions):
     """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
 
     One budget is given: loss (--max-kld, --max-ratio) or bytes (--max-bytes). Exit code 0 if text
@@ -55,7 +54,7 @@ class PlanRequest(TextOptions):
     """
 
     model: str | Path = option(shared.UNQUANTIZED)
-    data: str | Path | Sequence[str | Path] | None = option(DATA, default=None)
+    data: str | Path | Sequence[str | Path] | None = option(shared.DATA, default=None)
     _: KW_ONLY
     max_kld: float | None = option(
         "--max-kld NATS", "Largest mean KL divergence of a token.", default=None
