@@ -69,14 +69,10 @@ class ProcessGroup:
         """Make a value in the first process and give it to all."""
         if self.size == 1:
             return make()
-        return self.all_gather(make() if self.is_first else None)[0]
-
-    def all_gather(self, own: Any) -> list[Any]:
-        """Give every process the values of all, by rank."""
-        gathered: list[Any] = [None] * self.size
+        made = [make() if self.is_first else None]
         with self.peer_failures():
-            distributed.all_gather_object(gathered, own, self._group)
-        return gathered
+            distributed.broadcast_object_list(made, group=self._group)
+        return made[0]
 
     def gather(self, own: Any) -> list[Any]:
         """Give the first process the values of all, by rank, and none to the others."""

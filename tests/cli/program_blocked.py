@@ -18,5 +18,5 @@ def sleep_in_c(*_: Any, **__: Any) -> None:
 
 if __name__ == "__main__":
     processes.STUCK_S = 1.0
-    processes.ProcessGroup.all_gather = sleep_in_c  # type: ignore[method-assign]
+    processes.ProcessGroup.broadcast = sleep_in_c  # type: ignore[method-assign]
     main()
