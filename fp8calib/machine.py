@@ -193,20 +193,17 @@ def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
     rank, size, port = (
         _read(environment, name, 0) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
     )
-    if port >= _PORTS:
-        raise UsageError(
-            f"MASTER_PORT={port}: not a port", hint="start all processes with torchrun"
-        )
     found = ProcessRank(
         rank=rank,
         size=size,
         local_rank=_read(environment, "LOCAL_RANK", rank),
         local_size=_read(environment, "LOCAL_WORLD_SIZE", size),
     )
-    if not (0 <= rank < size and 0 <= found.local_rank < found.local_size <= size):
+    is_rank = 0 <= rank < size and 0 <= found.local_rank < found.local_size <= size
+    if not is_rank or port >= _PORTS:
         raise UsageError(
             f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {found.local_rank} and LOCAL_WORLD_SIZE "
-            f"{found.local_size} contradict each other",
+            f"{found.local_size} contradict each other, or MASTER_PORT {port} is no port",
             hint="start all processes with torchrun, or unset these variables",
         )
     return found

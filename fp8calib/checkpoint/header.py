@@ -72,10 +72,8 @@ def read_header(path: Path) -> tuple[Mapping[str, TensorEntry], Mapping[str, str
             raw = file.read(int.from_bytes(prefix, "little"))
         document: Any = parse_unique_keys(raw.decode())
     except (OSError, ValueError) as error:
-        why = f"the header is not valid: {error}"
-        if isinstance(error, OSError):
-            why = f"cannot be read: {error.strerror}"
-        raise ModelError(f"{path}: {why}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{path}: the header cannot be read: {why}") from error
     metadata = document.pop("__metadata__", None) or {}
     base = 8 + len(raw)
     entries = {}

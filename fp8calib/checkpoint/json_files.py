@@ -39,11 +39,10 @@ def load_json_object(
     try:
         document = load_json(path, parse=parse)
     except (OSError, ValueError) as error:
-        fault = f"cannot be read as JSON: {error}"
-        hint = "the file may be truncated; JSON is UTF-8 without a BOM"
+        why, hint = str(error), "the file may be truncated; JSON is UTF-8 without a BOM"
         if isinstance(error, OSError):
-            fault, hint = f"cannot be read: {error.strerror}", ""
-        raise ModelError(f"{path}: {fault}", hint=hint) from error
+            why, hint = error.strerror or why, ""
+        raise ModelError(f"{path}: cannot be read as JSON: {why}", hint=hint) from error
     if not isinstance(document, dict):
         raise ModelError(f"{path}: not a JSON object")
     return document

@@ -36,6 +36,7 @@ _ADAPTER_STEMS = ("adapter_config.", "adapter_model.")  # transformers looks for
 _WEIGHT_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth"}
 )
+_WEIGHT_ENDINGS = (".safetensors", ".index.json", *_WEIGHT_SUFFIXES)
 _COPY_CHUNK_BYTES = 1 << 24
 _MAX_SIDE_FILE_BYTES = 100_000_000
 _LARGE_SIDE_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
@@ -181,24 +182,15 @@ def copy_side_files(side_files: Mapping[str, Path], destination: Path) -> None:
 
 def _skip_reason(path: Path, *, is_indexed: bool) -> str:
     """Give the reason why an entry is not copied; empty if it is copied or rewritten."""
-    reason = ""
-    if path.name == INDEX_NAME:
-        reason = "" if is_indexed else "model.safetensors takes precedence over it"
-    elif path.name.startswith(_ADAPTER_STEMS):
-        reason = "belongs to an adapter"
-    elif path.suffix == ".safetensors":
-        reason = "the index does not name it" if is_indexed else "not the weights file"
-    elif path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
-        reason = "belongs to weights in another format"
-    elif path.is_dir():
-        reason = "a folder"
-    elif not path.is_file():
-        reason = "not a file, or a broken link"
-    elif path.stat().st_size > _MAX_SIDE_FILE_BYTES and not (
-        path.name.startswith(_LARGE_SIDE_FILES) or path.suffix == ".tiktoken"
-    ):
-        reason = "larger than 100 MB"
-    return reason
+    if path.name == INDEX_NAME and is_indexed:
+        return ""
+    if path.name.startswith(_ADAPTER_STEMS) or path.name.endswith(_WEIGHT_ENDINGS):
+        return "belongs to other weights"
+    if not path.is_file():
+        return "a folder, or a broken link"
+    is_large = path.stat().st_size > _MAX_SIDE_FILE_BYTES
+    is_vocabulary = path.name.startswith(_LARGE_SIDE_FILES) or path.suffix == ".tiktoken"
+    return "larger than 100 MB" if is_large and not is_vocabulary else ""
 
 
 def _add_weights(

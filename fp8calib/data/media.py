@@ -121,20 +121,13 @@ def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
     samples = samples.astype(np.float32)
     if samples.ndim == 2:
         samples = samples.mean(axis=int(np.argmin(samples.shape)))
-    fault = ""
-    if not samples.size:
-        fault = "has no samples"
-    elif samples.ndim != 1:
-        fault = f"has shape {list(samples.shape)}"
-    elif not np.isfinite(samples).all():
-        fault = "holds NaN or inf"
-    elif not had > 0:
-        fault = f"has a rate of {had} Hz"
-    elif len(samples) * rate / had > MAX_SAMPLES:
-        fault = f"has {len(samples) * rate / had:.0f} samples, more than {MAX_SAMPLES}"
-    if fault:
-        hint = "write it again, as [samples] of one channel, with its rate"
-        raise DataError(f"{medium.label}: the sound {fault}", hint=hint)
+    is_sound = samples.ndim == 1 and samples.size and np.isfinite(samples).all() and had > 0
+    if not is_sound or len(samples) * rate / had > MAX_SAMPLES:
+        raise DataError(
+            f"{medium.label}: the sound, of shape {list(samples.shape)} at {had} Hz, is not 1 to "
+            f"{MAX_SAMPLES} finite samples of one channel",
+            hint="write it again, as [samples] of one channel, with its rate",
+        )
     if had == rate:
         return samples
     with _decoding(medium, package="soxr"):

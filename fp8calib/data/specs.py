@@ -114,17 +114,17 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
             raise DataError(f"--data {path}: {fault}", hint=hint)
         return paths, tuple(entry.name for entry in entries if entry not in paths)
     if not _has_suffix(path) and (path.suffix or _is_file(path)):
-        ending = f"the suffix {path.suffix.lower()!r}" if path.suffix else "a file without suffix"
         raise UsageError(
-            f"--data {path}: {ending} is not accepted; accepted are {accepted}", hint=_SPEC_HINT
+            f"--data {path}: the suffix {path.suffix.lower()!r} is not accepted; accepted are "
+            f"{accepted}",
+            hint=_SPEC_HINT,
         )
     if not _is_file(path):
-        fault, hint = "a pipe or device", "write it to a file first"
-        if not _exists(path):
-            fault = "no such file or folder"
-            hint = "check the path; a split of a saved dataset is FOLDER/SPLIT, and a dataset on "
-            hint += f"the hub is hub:{path}"
-        raise DataError(f"--data {path}: {fault}", hint=hint)
+        raise DataError(
+            f"--data {path}: {'a pipe or device' if _exists(path) else 'no such file or folder'}",
+            hint="check the path; a split of a saved dataset is FOLDER/SPLIT, and a dataset on the "
+            f"hub is hub:{path}",
+        )
     return (path,), ()
 
 

@@ -137,7 +137,7 @@ def test_what_is_left_out_is_told_with_the_reason(source_folder: Path, tmp_path:
     skipped = _write(source_folder, tmp_path / "overlay")
 
     assert set(skipped) == {*LEFT_OUT, "onnx", "consolidated.safetensors", "link", "trace.log"}
-    assert skipped["model.gguf"] == "belongs to weights in another format"
+    assert skipped["model.gguf"] == "belongs to other weights"
     assert skipped["trace.log"] == "larger than 100 MB"
     assert (tmp_path / "overlay" / "tokenizer.dat").stat().st_size == 100_000_001
 
