@@ -349,7 +349,7 @@ class _Run:
                         progress.advance(batch.num_tokens)
                         self._check(at_end=(index, number) == (last, len(batches) - 1))
                     recorder.finish_layer(read.layer)
-                if index < last and journal.is_due_for_layer():
+                if index < last and journal.is_due():
                     self._check(at_end=True)
                     journal.save_layer(index, batches, store, recorder.stats)
         return merge_sites([journal.layer_sites, recorder.stats()])

@@ -136,10 +136,9 @@ class Decoder:
             )
             if told or isinstance(error, torch.OutOfMemoryError | MemoryError):
                 rows, columns = batch.input_ids.shape
-                own = f" ({error})" if str(error).startswith("could not") else ""
                 raise OutOfMemoryInForward(
                     f"out of memory at sample {batch.first}, with {rows} sequences of {columns} "
-                    f"tokens{own}",
+                    "tokens",
                     hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device "
                     "cpu",
                 ) from error

@@ -113,7 +113,7 @@ class Journal:
         self, sequences: Ranges, make_sites: Callable[[], dict[Site, SiteStats]]
     ) -> None:
         """Save the statistics of sequences, all finite, if the last checkpoint is old enough."""
-        if self._is_due(INTERVAL_S):
+        if self.is_due(INTERVAL_S):
             with self._writing():
                 ranges = join_ranges(list(sequences))
                 path = self.folder / f"{NAME_PREFIX}{ranges[0][0]:08}.safetensors"
@@ -137,10 +137,6 @@ class Journal:
             return 0
         self.layer_sites = sites
         return int(folders[-1].name.rpartition("-")[2]) + 1
-
-    def is_due_for_layer(self) -> bool:
-        """Whether enough time has passed to save the state after another layer."""
-        return self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s))
 
     def save_layer(
         self,
@@ -176,7 +172,10 @@ class Journal:
                     shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(new, ignore_errors=True)
 
-    def _is_due(self, interval_s: float) -> bool:
+    def is_due(self, interval_s: float | None = None) -> bool:
+        """Whether enough time has passed since the last checkpoint; None: to save a layer's."""
+        if interval_s is None:
+            interval_s = max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s)
         # the first process may have the folder on another machine
         return time.monotonic() - self._saved_at >= interval_s and self.folder.is_dir()
 

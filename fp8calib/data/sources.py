@@ -269,15 +269,12 @@ def _read_dataset(source: HubSource | Path, label: str) -> _Values:
         for number, value in enumerate(_keep_encoded(dataset), start=1):
             yield f"{where} row {number}", value
     except Exception as error:  # the failures of datasets share no base class
-        what = f"{label}: the dataset cannot be read"
         hint = "save it again with datasets.save_to_disk"
         if isinstance(source, tuple):
-            name, config, split = source
-            what = f"hub:{name}, config {config or 'default'}, split {split}: "
-            what += "the hub cannot be reached or has no such dataset"
-            hint = "check name, configuration and split, or use --data with a local file"
-        message = f"{what} ({type(error).__name__}: {first_line(error)})"
-        raise DataError(message, hint=hint) from error
+            label = f"hub:{source[0]}, config {source[1] or 'default'}, split {source[2]}"
+            hint = "check name, configuration, split and network, or use --data with a local file"
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"{label}: the dataset cannot be read ({why})", hint=hint) from error
 
 
 def _keep_encoded(dataset: Any) -> Any:

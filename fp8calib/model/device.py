@@ -38,9 +38,8 @@ def choose_device(name: str) -> str:
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
     count, index = torch.cuda.device_count(), int((found and found[1]) or 0)
     if found is None or index >= count:
-        has = f"this machine has {count} CUDA devices"
-        fault = "not auto, cpu, cuda or cuda:N" if found is None else has
-        raise UsageError(f"--device {name}: {fault}", hint="use --device cpu")
+        known = f"auto, cpu, cuda or one of {count} CUDA devices (cuda:N)"
+        raise UsageError(f"--device {name}: not {known}", hint="use --device cpu")
     return f"cuda:{index}"
 
 

@@ -81,8 +81,8 @@ def test_a_hub_that_fails_is_a_data_error_naming_the_dataset(
     with pytest.raises(DataError) as caught:
         list(iter_rows(parse_spec("hub:org/name")))
     assert caught.value.message == (
-        "hub:org/name, config default, split train: the hub cannot be reached or has "
-        "no such dataset (ConnectionError: no route)"
+        "hub:org/name, config default, split train: the dataset cannot be read "
+        "(ConnectionError: no route)"
     )
     assert "local file" in caught.value.hint
 
