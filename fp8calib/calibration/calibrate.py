@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8calib.calibration import reductions
-from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, join_ranges, merge_sites
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
@@ -40,7 +39,7 @@ from fp8calib.data.sequences import (
     sequence_ranges,
 )
 from fp8calib.errors import CalibrationError
-from fp8calib.machine import PeakMemory
+from fp8calib.machine import PeakMemory, return_freed_memory
 from fp8calib.model.geometry import Layer, Linear, Role, Site
 from fp8calib.model.prepared import list_skipped
 from fp8calib.model.weight_source import WeightSource

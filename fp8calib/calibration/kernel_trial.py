@@ -19,6 +19,12 @@ def gpus_of(model: nn.Module) -> set[torch.device]:
     return {each.device for each in model.parameters() if each.device.type == "cuda"}
 
 
+def free_bytes(device: torch.device) -> int:
+    """Count the bytes of a GPU that are free, or held by torch and unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
 def is_trusted(
     device: torch.device,
     by_kernel: Callable[[], Results],

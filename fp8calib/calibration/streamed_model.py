@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from fp8calib.calibration.allocator import keep_freed_memory
 from fp8calib.calibration.decoder import (
     Decoder,
     DecoderCall,
@@ -33,6 +32,7 @@ from fp8calib.calibration.streamed_weights import (
 )
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
+from fp8calib.machine import keep_freed_memory
 from fp8calib.model.geometry import Layer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.topology import find_text_decoder

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers.core_model_loading import build_glob_alternation
 
-from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.machine import return_freed_memory
 from fp8calib.model.prepared import PreparedModel, is_run, mismatch_error, missing_error, tied_names
 from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource

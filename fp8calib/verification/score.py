@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp8calib.calibration.allocator import free_bytes, keep_freed_memory, return_freed_memory
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.kernel_trial import gpus_of
+from fp8calib.calibration.kernel_trial import free_bytes, gpus_of
 from fp8calib.calibration.memory_plan import HIDDEN_SHARE
 from fp8calib.calibration.progress import Progress
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
+from fp8calib.machine import keep_freed_memory, return_freed_memory
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
