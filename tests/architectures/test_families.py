@@ -40,7 +40,7 @@ def test_what_is_not_understood_is_refused_before_loading(family: str, tmp_path:
     changes, message = families.REFUSED[family]
     families.save(family, changes, tmp_path / "model")
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": draw([20])[0].tolist()}])
-    with patch("fp8calib.calibration.run_model.load_model") as load:
+    with patch("fp8calib.calibration.job.load_model") as load:
         said = fail(4, "calibrate", tmp_path / "model", "--data", data, "--out", tmp_path / "out")
     assert not load.called
     assert re.search(message, said)

@@ -94,7 +94,7 @@ def test_a_decoder_that_does_not_run_on_text_is_refused_before_loading(
     config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": draw([20])[0].tolist()}])
-    with patch("fp8calib.calibration.run_model.load_model") as load:
+    with patch("fp8calib.calibration.job.load_model") as load:
         said = fail(4, "calibrate", tmp_path, "--data", data, "--out", tmp_path / "out")
     assert not load.called
     assert re.search(message, said)

@@ -115,7 +115,7 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fp8calib.calibration.run_model.load_model", lambda *_, **__: pytest.fail("loaded")
+        "fp8calib.calibration.job.load_model", lambda *_, **__: pytest.fail("loaded")
     )
     arguments = ("calibrate", model, "--data", data, *QUICK, "--tp", 2, "--format", "rfc")
     plan = succeed(*arguments, "--dry-run", "--json").json["plan"]
