@@ -153,7 +153,7 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
     """Describe what was measured, and the files."""
     if result.was_finished:
         return
-    header, sizes = result.stats.header, result.kv_bytes_per_token
+    header = result.stats.header
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
     tokens = f"{result.tokens:,} tokens" if result.shard else header.describe_tokens()
@@ -179,8 +179,8 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
     if notable:
         yield Answer("; ".join(notable))
     yield Answer(
-        f"written to {result.out}: {list_top_level(result.files)}; KV cache: {sizes.before:,} "
-        f"bytes per token now, {sizes.after:,} with FP8"
+        f"written to {result.out}: {list_top_level(result.files)}; "
+        f"{result.kv_bytes_per_token.describe_kv_cache()}"
     )
     if result.shard is not None:
         count = result.shard["count"]

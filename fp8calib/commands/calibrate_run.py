@@ -47,7 +47,7 @@ from fp8calib.commands.recipe import (
     load_recipe,
 )
 from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import RunPlan, measure_kv_bytes
+from fp8calib.commands.result import BeforeAfter, RunPlan
 from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.stats import CalibrationStats
 from fp8calib.commands.work_folder import describe_job, work_folder
@@ -433,7 +433,6 @@ def _quantize(
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in unmeasured
         ],
-        plain_caches=asked.kv_cache_dtype_skip_layers,
     )
 
 
@@ -476,7 +475,7 @@ def _make_result(
         coverage={"observed": len(stats.sites), "skipped": header.skipped},
         saturation=compute_saturation(stats),
         expert_tokens=expert_tokens,
-        kv_bytes_per_token=measure_kv_bytes(stats.geometry),
+        kv_bytes_per_token=BeforeAfter.of_kv_cache(stats.geometry),
         warnings=(
             *model.list_warnings(),
             *(text.warnings if text else ()),

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.output import check_output, list_files, output_folder, 
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
-from fp8calib.commands.result import BeforeAfter, Result, list_checkpoint
+from fp8calib.commands.result import BeforeAfter, Result, describe_written
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
@@ -231,9 +231,9 @@ def describe(
     """Describe the checkpoint."""
     yield Line(
         f"{result.source}: {len(result.dequantized)} tensors are {result.dtype} now, weights "
-        f"{result.bytes.describe()}, {result.duration_s:.1f} s"
+        f"{result.bytes}, {result.duration_s:.1f} s"
     )
-    yield Line(f"written to {result.out}: {list_checkpoint(result.files)}")
+    yield from describe_written(result.out, result.files, ())
 
 
 dequantize = as_function("dequantize", DequantizeRequest, run)

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
+from fp8calib.commands.result import Result, WrittenCheck, describe_written
 from fp8calib.errors import UsageError, format_count, join_or
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
@@ -276,10 +276,9 @@ def describe(result: ExportResult, request: ExportRequest) -> Iterator[Block]:  
     """Describe where the files are, and what engines do with them."""
     if result.shards:
         yield Line(f"joined {format_count(len(result.shards), 'shard')}")
-    yield Line(f"written to {result.out}: {list_top_level(result.files)}")
     if result.compared:
         yield Line(f"compared with the calibrated model: {result.compared}")
-    yield from map(Line, describe_checks(result.checked))
+    yield from describe_written(result.out, result.files, result.checked)
 
 
 export = as_function("export", ExportRequest, run)

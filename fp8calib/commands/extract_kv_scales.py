@@ -12,14 +12,7 @@ from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import (
-    BeforeAfter,
-    Result,
-    WrittenCheck,
-    describe_checks,
-    list_top_level,
-    measure_kv_bytes,
-)
+from fp8calib.commands.result import BeforeAfter, Result, WrittenCheck, describe_written
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.geometry import Attention, Frozen, ModelGeometry, Role
@@ -251,7 +244,7 @@ def _write(
         ),
         notes=(*related, *notes),
         compared=attachment.compared,
-        kv_bytes_per_token=measure_kv_bytes(geometry),
+        kv_bytes_per_token=BeforeAfter.of_kv_cache(geometry),
         checked=checked,
     )
 
@@ -293,13 +286,11 @@ def _describe_layer(
 
 def describe(result: ExtractResult, request: ExtractRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe the scales, where they are, and who serves them."""
-    sizes = result.kv_bytes_per_token
     yield Line(f"{result.dialect} scales of {len(result.layers)} layers, {result.fp8_dtype}")
-    yield Line(f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8")
+    yield Line(result.kv_bytes_per_token.describe_kv_cache())
     if result.compared:
         yield Line(f"compared with the calibrated model: {result.compared}")
-    yield Line(f"written to {result.save_path}: {list_top_level(result.files)}")
-    yield from map(Line, describe_checks(result.checked))
+    yield from describe_written(result.save_path, result.files, result.checked)
 
 
 extract_kv_scales = as_function("extract_kv_scales", ExtractRequest, run)

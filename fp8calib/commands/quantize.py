@@ -5,26 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, replace
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
-from fp8calib.commands.result import (
-    BeforeAfter,
-    Result,
-    WrittenCheck,
-    describe_checks,
-    list_checkpoint,
-    measure_kv_bytes,
-)
+from fp8calib.commands.result import BeforeAfter, Result, WrittenCheck, describe_written
 from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.geometry import Frozen, ModelGeometry
-from fp8calib.numerics.rules import PLAIN_RULES
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line
@@ -34,9 +26,8 @@ if TYPE_CHECKING:
     from fp8calib.commands.calibrate import CalibrateRequest
     from fp8calib.commands.recipe import Recipe
     from fp8calib.quantization.plan import QuantizePlan
+    from fp8calib.quantization.settings import PlanSettings
     from fp8calib.quantization.write import Written
-
-RequestT = TypeVar("RequestT", bound="QuantizeRequest")
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "
@@ -207,32 +198,19 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.commands.check_planned import plan_checkpoint, require_servable
         from fp8calib.commands.model_folder import saved_model
         from fp8calib.model.device import choose_device
-        from fp8calib.quantization.settings import make_settings
         from fp8calib.quantization.write import find_finished, write_checkpoint
     out = Path(request.out)
-    recipe: Recipe | None = None
-    if request.names_recipe:
-        request, recipe = apply_recipe(request)
-    settings = make_settings(
-        *(request.scheme, request.layer_schemes, request.ignore),
-        dialect=request.dialect,
-        drafters=request.drafters,
-        measures_inputs=request.stats is not None,
-    )
+    settings, recipe = open_settings(request, measures_inputs=request.stats is not None)
     stats, inputs = None, list[Path]()
     if request.stats is not None:
         from fp8calib.commands.stats import read_stats
 
         stats, inputs = read_stats(request.stats)
-        if recipe and not recipe.observe.kv:
-            stats = stats.without_kv()
-    rules = recipe.scales.choice if recipe else PLAIN_RULES
-    asked = recipe and recipe.quantize
-    plain_caches = asked.kv_cache_dtype_skip_layers if asked else ()
+        stats = stats if recipe.observe.kv else stats.without_kv()
     with saved_model(request.model, out, request.tokenizer) as model:
         folder = find_folder(model, request.revision)
         with Checkpoint.open(folder) as checkpoint:
-            plan, notes = plan_checkpoint(checkpoint, settings, stats, rules)
+            plan, notes = plan_checkpoint(checkpoint, settings, stats, recipe.scales.choice)
             geometry = None
             if not request.allow_unservable:
                 note, geometry = require_servable(plan, folder)
@@ -259,30 +237,40 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 started=started,
                 geometry=geometry,
                 notes=notes,
-                plain_caches=plain_caches,
             )
     warn_of_quantized(result, request, reporter)
     return result
 
 
-def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
-    """Give a request what it leaves to the recipe that it names, and the recipe."""
-    from fp8calib.commands.recipe import load_recipe
+def open_settings(
+    request: QuantizeRequest, *, measures_inputs: bool = True
+) -> tuple[PlanSettings, Recipe]:
+    """Make the settings of a request, which leaves the rest to the recipe that it names, if any.
 
-    recipe = load_recipe(request.scheme)
-    asked = recipe.quantize
-    if asked is None:
+    `measures_inputs` tells whether the scales of static inputs are known, or will be.
+    """
+    from fp8calib.commands.recipe import Quantize, Recipe, load_recipe
+    from fp8calib.quantization.settings import make_settings
+
+    if request.names_recipe:
+        recipe = load_recipe(request.scheme)
+    else:
+        recipe = Recipe(name="quantize", quantize=Quantize(scheme=find_scheme(request.scheme).name))
+    if (asked := recipe.quantize) is None:
         raise RecipeError(
             f"{request.scheme}: it has no section quantize",
             hint="name a scheme, or a recipe that writes a checkpoint",
         )
-    changed = replace(
-        request,
-        scheme=asked.scheme,
-        layer_schemes=request.layer_schemes or asked.layer_schemes,
-        ignore=request.ignore or asked.ignore,
+    settings = make_settings(
+        asked.scheme,
+        request.layer_schemes or asked.layer_schemes,
+        request.ignore or asked.ignore,
+        dialect=request.dialect,
+        drafters=request.drafters,
+        plain_caches=asked.kv_cache_dtype_skip_layers,
+        measures_inputs=measures_inputs,
     )
-    return changed, recipe
+    return settings, recipe
 
 
 def warn_of_quantized(result: QuantizeResult, request: QuantizeRequest, reporter: Reporter) -> None:
@@ -316,18 +304,17 @@ def finish_quantized(
     started: float,
     geometry: ModelGeometry | None,
     notes: Sequence[str] = (),
-    plain_caches: Sequence[int] = (),
 ) -> QuantizeResult:
     """Look at a written checkpoint as `check` does, write its card, and make the result.
 
     It is at `path` in the output folder, which is `folder` now and will be `target` (None: it is
     there). `started` is what time.monotonic() gave at the start, `geometry` the shape of the model
-    if it is known. A recipe may want the KV cache of layers in 16 bits: `plain_caches`.
+    if it is known.
     """
     from fp8calib.checkpoint.output import list_files
     from fp8calib.commands.check_written import finish_checkpoint
 
-    scheme = plan.settings.scheme.name
+    scheme, plain_caches = plan.settings.scheme.name, plan.settings.plain_caches
     others = list_layer_schemes(plan) if plan.settings.by_pattern else ()
     names = dict.fromkeys([scheme, *(each.scheme for each in others)])
     checked = finish_checkpoint(
@@ -337,7 +324,6 @@ def finish_quantized(
         check=request.check,
         plain_caches=plain_caches,
     )
-    sizes = None if geometry is None or plain_caches else measure_kv_bytes(geometry)
     return QuantizeResult(
         out=(target or folder) / path,
         files=list_files(folder / path),
@@ -355,7 +341,9 @@ def finish_quantized(
         dead=written.all_zero,
         has_kv_scales=plan.has_kv,
         notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
-        kv_bytes_per_token=sizes,
+        kv_bytes_per_token=(
+            None if geometry is None or plain_caches else BeforeAfter.of_kv_cache(geometry)
+        ),
         checked=checked,
     )
 
@@ -368,7 +356,7 @@ def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block
     schemes = ", ".join([result.scheme, *(f"{number} {name}" for name, number in others.items())])
     yield Line(
         f"{len(result.quantized)} linears quantized ({schemes}, {result.format}), weights "
-        f"{result.bytes.describe()}, {result.duration_s:.1f} s"
+        f"{result.bytes}, {result.duration_s:.1f} s"
     )
     reasons: dict[str, list[str]] = {}
     for item in result.left:
@@ -380,12 +368,8 @@ def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block
         yield Line(f"  not quantized ({reason}): {cut_list(names, _SHOWN)}")
     if (sizes := result.kv_bytes_per_token) is not None:
         scales = "its own scales" if result.has_kv_scales else "scale 1.0"
-        yield Line(
-            f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8, which uses "
-            f"{scales}"
-        )
-    yield Line(f"written to {result.out}: {list_checkpoint(result.files)}")
-    yield from map(Line, describe_checks(result.checked))
+        yield Line(f"{sizes.describe_kv_cache()}, which uses {scales}")
+    yield from describe_written(result.out, result.files, result.checked)
 
 
 quantize = as_function("quantize", QuantizeRequest, run)

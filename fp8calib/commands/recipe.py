@@ -158,7 +158,10 @@ class Quantize(Frozen):
         """Find the schemes by their names."""
         from fp8calib.quantization.settings import make_settings  # most recipes quantize nothing
 
-        return make_settings(self.scheme, self.layer_schemes, self.ignore)
+        return make_settings(
+            *(self.scheme, self.layer_schemes, self.ignore),
+            plain_caches=self.kv_cache_dtype_skip_layers,
+        )
 
 
 class Recipe(Frozen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,7 +11,7 @@ from pydantic import Field
 
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
-from fp8calib.errors import cut_list
+from fp8calib.errors import cut_list, format_count
 from fp8calib.model.geometry import Frozen, ModelGeometry
 from fp8calib.text import Block, Line, Table, format_gib
 
@@ -108,6 +109,7 @@ class ErrorResult(Result):
 
 
 _WIDE_DTYPES = {"float32": 4, "float64": 8}
+_SHARD = re.compile(r"[^/]*-\d+-of-\d+\.safetensors")
 
 
 class BeforeAfter(Frozen):
@@ -116,16 +118,19 @@ class BeforeAfter(Frozen):
     before: int
     after: int
 
-    def describe(self) -> str:
-        """Describe both sizes: `269 MB -> 135 MB`."""
+    def __str__(self) -> str:
         return f"{format_size(self.before)} -> {format_size(self.after)}"
 
+    @classmethod
+    def of_kv_cache(cls, geometry: ModelGeometry) -> Self:
+        """Give the bytes of KV cache per token over all layers and ranks, now and in FP8."""
+        elements = geometry.kv_elements_per_token
+        width = _WIDE_DTYPES.get(geometry.checkpoint_dtype, 2)
+        return cls(before=elements * width, after=elements)
 
-def measure_kv_bytes(geometry: ModelGeometry) -> BeforeAfter:
-    """Give the bytes of KV cache per token over all layers and ranks, now and in FP8."""
-    elements = geometry.kv_elements_per_token
-    width = _WIDE_DTYPES.get(geometry.checkpoint_dtype, 2)
-    return BeforeAfter(before=elements * width, after=elements)
+    def describe_kv_cache(self) -> str:
+        """Describe the sizes of `of_kv_cache`."""
+        return f"KV cache: {self.before:,} bytes per token now, {self.after:,} with FP8"
 
 
 class WrittenCheck(Frozen):
@@ -152,14 +157,12 @@ def describe_checks(checks: Sequence[WrittenCheck]) -> Iterator[str]:
 
 
 def list_top_level(files: Sequence[str]) -> str:
-    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
+    """List files, each folder and all shards once: `kv-overlay/, 2 shards, stats.safetensors`."""
+    shards = format_count(sum(map(bool, map(_SHARD.fullmatch, files))), "shard")
     names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
-    return ", ".join(dict.fromkeys(names))
+    return ", ".join(dict.fromkeys(_SHARD.sub(shards, name) for name in names))
 
 
-def list_checkpoint(files: Sequence[str]) -> str:
-    """List the files of a checkpoint, several shards as one entry."""
-    shards = [name for name in files if name.endswith(".safetensors")]
-    if len(shards) <= 1:
-        return list_top_level(files)
-    return list_top_level([f"{len(shards)} shards", *(n for n in files if n not in shards)])
+def describe_written(out: Path, files: Sequence[str], checks: Sequence[WrittenCheck]) -> list[Line]:
+    """List what is in an output folder, and what engines do with it."""
+    return [Line(f"written to {out}: {list_top_level(files)}"), *map(Line, describe_checks(checks))]

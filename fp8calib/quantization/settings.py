@@ -32,6 +32,8 @@ class PlanSettings:
     ignore: tuple[str, ...] = ()
     drafters: bool = False
     """Quantize drafters too."""
+    plain_caches: tuple[int, ...] = ()
+    """The layers whose KV cache is served in 16 bits, as a recipe may ask."""
 
     def scheme_of(self, module: str) -> Scheme:
         """Give the scheme of a linear."""
@@ -60,6 +62,7 @@ def make_settings(
     *,
     dialect: str = COMPRESSED_TENSORS.name,
     drafters: bool = False,
+    plain_caches: Sequence[int] = (),
     measures_inputs: bool = True,
 ) -> PlanSettings:
     """Find schemes and dialect by their names.
@@ -89,6 +92,7 @@ def make_settings(
         dialect=written,
         ignore=tuple(ignore or ()),
         drafters=drafters,
+        plain_caches=tuple(plain_caches),
     )
     if not measures_inputs and any(each.has_static_inputs for each in settings.schemes):
         option, instead = f"--scheme {scheme}", "use another --layer-scheme"

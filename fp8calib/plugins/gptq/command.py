@@ -25,9 +25,9 @@ from fp8calib.commands.model import plan_text, prepare_run_model
 from fp8calib.commands.model_folder import saved_model
 from fp8calib.commands.quantize import (
     QuantizeResult,
-    apply_recipe,
     finish_quantized,
     list_layer_schemes,
+    open_settings,
     warn_of_quantized,
 )
 from fp8calib.commands.quantize import describe as describe_checkpoint
@@ -40,7 +40,7 @@ from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
 from fp8calib.model.prepared import UnfilledModelError
-from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
+from fp8calib.numerics.rules import ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration, round_block_scales
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
@@ -59,7 +59,7 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.select import Selection, check_unquantized
-from fp8calib.quantization.settings import PlanSettings, make_settings
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import find_finished, write_checkpoint
 from fp8calib.text import Block, Line
 
@@ -86,22 +86,13 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
             cannot hold it.
     """
-    recipe = None
-    if request.names_recipe:
-        request, recipe = apply_recipe(request)
-    settings = make_settings(
-        *(request.scheme, request.layer_schemes, request.ignore),
-        dialect=request.dialect,
-        drafters=request.drafters,
-    )
+    settings, recipe = open_settings(request)
     # Blocks have powers of two: vLLM's DeepGEMM would round the weights of other scales again, to
     # nearest, which undoes a part of what GPTQ gains.
     by_pattern = {key: round_block_scales(each) for key, each in settings.by_pattern.items()}
     scheme = round_block_scales(settings.scheme)
     settings = replace(settings, scheme=scheme, by_pattern=by_pattern)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
-    asked = recipe and recipe.quantize
-    plain_caches = asked.kv_cache_dtype_skip_layers if asked else ()
     out, rounded = Path(request.out), list[RoundedLinear]()
     with (
         saved_model(request.model, out, request.tokenizer) as name,
@@ -118,7 +109,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
 
         def plan(measured: RunStats | None) -> QuantizePlan:
             return _plan_checkpoint(
-                *(job, settings, selection, recipe.scales.choice if recipe else PLAIN_RULES),
+                *(job, settings, selection, recipe.scales.choice),
                 given=stats,
                 measured=measured,
                 static=static,
@@ -168,7 +159,6 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
             folder=out,
             started=started,
             geometry=job.model.prepared.geometry,
-            plain_caches=plain_caches,
         )
     result = GptqResult(**dict(made), rounded=tuple(rounded))
     warn_of_quantized(result, request, reporter)
