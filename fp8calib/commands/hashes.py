@@ -12,6 +12,7 @@ from typing import Any
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.data.specs import parse_spec
+from fp8calib.errors import ModelError
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""
@@ -30,16 +31,19 @@ def hash_run(
     Returns:
         `model`, `data`, and `scales` by their names: of each file `name`, `size_bytes`, `sha256`.
     """
-    weights = [] if model is None else _list_files(model)
-    texts = [
-        file for spec in specs for path in parse_spec(spec).files for file in _list_files(path)
-    ]
-    by_name = {name: _list_files(place) for name, place in scales.items()}
-    every = [*weights, *texts, *(path for files in by_name.values() for path in files)]
-    statuses = {path: path.stat() for path in every}
-    by_inode = {(status.st_dev, status.st_ino): path for path, status in statuses.items()}
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
-        digests = dict(zip(by_inode, pool.map(_hash, by_inode.values()), strict=True))
+    try:
+        weights = [] if model is None else _list_files(model)
+        texts = [
+            file for spec in specs for path in parse_spec(spec).files for file in _list_files(path)
+        ]
+        by_name = {name: _list_files(place) for name, place in scales.items()}
+        every = [*weights, *texts, *(path for files in by_name.values() for path in files)]
+        statuses = {path: path.stat() for path in every}
+        by_inode = {(status.st_dev, status.st_ino): path for path, status in statuses.items()}
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
+            digests = dict(zip(by_inode, pool.map(_hash, by_inode.values()), strict=True))
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
     hashes = {
         path: {
             "name": path.name,

@@ -42,7 +42,7 @@ from fp8calib.errors import (
 )
 from fp8calib.machine import PeakMemory
 from fp8calib.model.geometry import Role
-from fp8calib.model.load import ModelSource, load_tokenizer
+from fp8calib.model.load import load_tokenizer
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import parse_rule
 from fp8calib.numerics.schemes import find_scheme
@@ -154,9 +154,7 @@ def run(
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request) as model:
-        asked = open_verification(
-            request, model, lambda: plan_verified(request, model.source, specs, rows)
-        )
+        asked = open_verification(request, model, specs, rows)
         if make_more is not None:
             asked = replace(asked, candidates=(*make_more(asked), *asked.candidates))
         for note in asked.warnings:
@@ -240,30 +238,17 @@ def _list_paths(request: VerifyRequest) -> list[str]:
     return [str(each) for each in _list_scales(request.scales) if isinstance(each, str | Path)]
 
 
-def plan_verified(
+def open_verification(
     request: VerifyRequest,
-    source: ModelSource,
+    model: RunModel,
     specs: Sequence[str],
     rows: Iterable[ReadRow] | None,
-) -> DataPlan:
-    """Plan the text of a verification."""
-    return plan_text(
-        source,
-        read_settings(request, specs),
-        rows=rows,
-        part="verify",
-        tokenizer=request.tokenizer,
-        few="the figures are imprecise",
-    )
-
-
-def open_verification(
-    request: VerifyRequest, model: RunModel, read_text: Callable[[], DataPlan]
+    change_text: Callable[[DataPlan], DataPlan] = lambda text: text,
 ) -> Verification:
     """Read the candidates, and refuse what cannot be emulated before a weight is loaded.
 
     One that cannot be read or emulated is left out while another is left. The text is read after
-    the candidates, which take less time.
+    the candidates, which take less time; a plug-in may change it.
     """
     require_head(model)
     engine, numerics = find_emulated(request.engine)
@@ -280,7 +265,14 @@ def open_verification(
     rules = [] if scheme else list(dict.fromkeys(map(parse_rule, request.rules or ())))
     scales = _list_scales(request.scales)
     opened, candidates, refused = make_candidates(target, scales, scheme)
-    plan = read_text()
+    text = plan_text(
+        *(model.source, read_settings(request, specs)),
+        rows=rows,
+        part="verify",
+        tokenizer=request.tokenizer,
+        few="the figures are imprecise",
+    )
+    plan = change_text(text)
     unusable, loading = judge_loading(engine, model, opened, scheme)
     tiles = []
     has_tiles = geometry.model_type in SPARSE_LATENTS and fmt is E4M3FN and scheme is None
@@ -348,10 +340,7 @@ def hash_inputs(
     """Hash the files of the model, of the text and of what is compared with it."""
     used = {each.name for each in asked.opened}
     scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
-    try:
-        return hash_run(None if model.is_live else model.source.folder, specs, scales)
-    except OSError as error:
-        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return hash_run(None if model.is_live else model.source.folder, specs, scales)
 
 
 def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:

@@ -18,7 +18,6 @@ from fp8calib.commands.verify_run import (
     finish,
     hash_inputs,
     open_verification,
-    plan_verified,
 )
 from fp8calib.commands.verify_run import describe as describe_verification
 from fp8calib.data.sequences import DataPlan
@@ -63,15 +62,14 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
     with open_run_model(request) as model:
         servers: Sequence[Server] = ()
 
-        def read_text() -> DataPlan:
+        def change_text(text: DataPlan) -> DataPlan:
             nonlocal servers
-            text = plan_verified(request, model.source, specs, rows)
             check_text(request, text)
             if not request.dry_run:
                 text, servers = open_servers(request, model.source, text, reporter.say)
             return text
 
-        asked = open_verification(request, model, read_text)
+        asked = open_verification(request, model, specs, rows, change_text)
         for note in asked.warnings:
             reporter.warn(note)
         faults = list_query_faults(asked.candidates)
