@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from pydantic import Field, computed_field
@@ -17,7 +18,7 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result
 from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed, list_replayed
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Reports
+from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict, Reports
 from fp8calib.engines.status import Status
 from fp8calib.errors import CANNOT_TELL, VerificationError, format_ranges
 from fp8calib.text import Block, Line, Table
@@ -140,17 +141,7 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
     with open_by_range(
         Path(request.path), request.revision, reads_all=request.read_weights, say=reporter.say
     ) as path:
-        reports = check_path(
-            path,
-            engine=request.engine,
-            tp=request.tp,
-            model=request.model,
-            stats=request.stats,
-            require_kv=request.require_kv,
-            read_weights=request.read_weights,
-            allow_suspicious=request.allow_suspicious,
-            progress=reporter,
-        )
+        reports = check_path(replace(request, path=path), reporter)
     return CheckResult(engines=reports, has_read_weights=request.read_weights)
 
 
@@ -207,34 +198,21 @@ def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple
 
 def _rows(engine: EngineReport, *, is_full: bool) -> list[list[str]]:
     """List what happens to scales, by layers; scales that are used only in full."""
-    roles: dict[tuple[str, ...], list[str]] = {}
-    for role in ("k", "v"):
-        for layers in _group(engine, role).values():
-            first: LoadVerdict = getattr(layers[0], role)
-            if first.status is Status.USED and not is_full:
-                continue
-            values = _format_values([getattr(layer, role).value for layer in layers])
-            where = format_ranges([layer.layer for layer in layers])
-            roles.setdefault((where, first.status, values, first.why), []).append(role)
-    return [[where, ", ".join(names), *rest] for (where, *rest), names in roles.items()]
-
-
-def _group(engine: EngineReport, role: str) -> Mapping[tuple[str, str], list[LayerVerdict]]:
-    """Group layers by what happens to their scale; reasons may differ in numbers."""
-    groups: dict[tuple[str, str], list[LayerVerdict]] = {}
-    for layer in engine.layers:
+    groups: dict[tuple[str, str, str], dict[int, LoadVerdict]] = {}
+    for role, layer in product(("k", "v"), engine.layers):
         verdict: LoadVerdict = getattr(layer, role)
-        why = "" if verdict.status is Status.USED else _NUMBER.sub("#", verdict.why)
-        groups.setdefault((verdict.status, why), []).append(layer)
-    return groups
-
-
-def _format_values(values: list[float | None]) -> str:
-    numbers = sorted({value for value in values if value is not None})
-    if not numbers:
-        return "-"
-    low, high = f"{numbers[0]:.6g}", f"{numbers[-1]:.6g}"
-    return low if low == high else f"{low} to {high}"
+        is_used = verdict.status is Status.USED
+        if is_full or not is_used:  # reasons may differ in numbers
+            why = "" if is_used else _NUMBER.sub("#", verdict.why)
+            groups.setdefault((role, verdict.status, why), {})[layer.layer] = verdict
+    roles: dict[tuple[str, ...], list[str]] = {}
+    for (role, status, _), verdicts in groups.items():
+        numbers = sorted(each.value for each in verdicts.values() if each.value is not None)
+        ends = dict.fromkeys(f"{number:.6g}" for number in (*numbers[:1], *numbers[-1:]))
+        why = next(iter(verdicts.values())).why
+        row = (format_ranges(list(verdicts)), status, " to ".join(ends) or "-", why)
+        roles.setdefault(row, []).append(role)
+    return [[where, ", ".join(names), *rest] for (where, *rest), names in roles.items()]
 
 
 def _list_fixes(engine: EngineReport) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import SCALES_SUFFIXES, find_lone_file, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
+from fp8calib.commands.check import CheckRequest
 from fp8calib.commands.options import Stats
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_folder, doubt_configs
@@ -39,32 +39,23 @@ if TYPE_CHECKING:  # only named
     from fp8calib.calibration.calibration_stats import RunStats
 
 
-def check_path(path: Path, *, tp: int = 1, **asked: Any) -> Reports:
+def check_path(request: CheckRequest, progress: Progress | None = None) -> Reports:
     """Check a path that a user names: `replay_path`, with the fingerprint of what is loaded."""
+    path = Path(request.path)
     require_path(path, hint="name a checkpoint folder or a JSON file")
     path = find_lone_file(path)
     _refuse_other(path)
-    reports = replay_path(path, tp=tp, **asked)
-    return {key: add_fingerprint(each, tp) for key, each in reports.items()}
+    reports = replay_path(replace(request, path=path), progress)
+    return {key: add_fingerprint(each, request.tp) for key, each in reports.items()}
 
 
-def replay_path(
-    path: Path,
-    *,
-    engine: str | Sequence[str] | None = None,
-    tp: int = 1,
-    model: str | Path | None = None,
-    stats: Stats | None = None,
-    require_kv: bool = False,
-    read_weights: bool = False,
-    allow_suspicious: bool = False,
-    progress: Progress | None = None,
-) -> Reports:
+def replay_path(request: CheckRequest, progress: Progress | None = None) -> Reports:
     """Report what each engine does with a checkpoint folder or a file of scales.
 
-    The options are those of `CheckRequest`; `progress` shows how much of the weights was read.
+    `progress` shows how much of the weights was read.
     """
-    named = [engine] if isinstance(engine, str) else engine
+    path, model, stats = Path(request.path), request.model, request.stats
+    named = [request.engine] if isinstance(request.engine, str) else request.engine
     names = (part.strip() for each in named or DEFAULT_ENGINES for part in each.split(","))
     engines = {find_replayed(name).key: name for name in names}  # each release once
     folder = open_folder(path) if path.is_dir() else None
@@ -78,13 +69,13 @@ def replay_path(
         base = replace(base, unread=f"its layers are not understood: {error.message}")
         folder, geometry = base, make_stand_in_geometry(base)
     measured = None if stats is None else _read_stats(stats, base, geometry, folder or base)
-    more: dict[str, Any] = {"model": base, "stats": measured, "reads_weights": read_weights}
-    asked = (geometry, tuple(engines.values()), tp)
+    asked = (geometry, tuple(engines.values()), request.tp)
+    more: dict[str, Any] = {"model": base, "stats": measured, "reads_weights": request.read_weights}
     if folder is not None:
         for file in list_opened_files(folder, prefers_single=True):  # in all engines
             if (fault := folder.faults.get(file)) is not None:
                 raise ModelError(fault, hint="download or copy the file again")
-        reports = check_folder(folder, *asked, requires_kv=require_kv, **more)
+        reports = check_folder(folder, *asked, requires_kv=request.require_kv, **more)
     else:
         from fp8calib.formats.read import require_kv_scales  # few checks read scales
 
@@ -92,7 +83,7 @@ def replay_path(
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, base)
         reports = check_folder(base, *asked, file=path, **more)
-    if read_weights:
+    if request.read_weights:
         from fp8calib.engines.weight_values import amend_for_values  # imports torch
 
         reports = amend_for_values(reports, folder or base, progress or PythonReporter(None))
@@ -105,7 +96,7 @@ def replay_path(
                 other = f"weights: not those that were calibrated, or with other scales: {why}"
                 reports = {key: each.add(suspicious=[other]) for key, each in reports.items()}
     reports = doubt_configs(reports, base, geometry)
-    if allow_suspicious:
+    if request.allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}
     return reports
 

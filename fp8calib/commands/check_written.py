@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.commands.card import write_card
+from fp8calib.commands.check import CheckRequest
 from fp8calib.commands.check_run import replay_path
 from fp8calib.commands.options import Model
 from fp8calib.commands.result import WrittenCheck
@@ -115,7 +116,7 @@ def _check(
     """Say what the default engines do with a checkpoint."""
     engines = list(map(find_replayed, DEFAULT_ENGINES))
     try:
-        found = replay_path(written, stats=stats)
+        found = replay_path(CheckRequest(written, stats=stats))
     except Fp8CalibError as error:
         unknown = {"verdict": "unknown", "summary": f"unknown: {error.message}", "command": ""}
         for engine in engines:

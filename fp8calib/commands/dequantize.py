@@ -100,6 +100,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
 
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.card import write_card
+        from fp8calib.commands.check import CheckRequest
         from fp8calib.commands.check_run import replay_path
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.model.module_paths import split_expert
@@ -159,7 +160,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         )
         if any(split_expert(name.rpartition(".")[0]) for name in checkpoint.weights):
             with suppress(ModelError):  # its layers are not understood
-                report = replay_path(out, engine="transformers")["transformers"]
+                (report,) = replay_path(CheckRequest(out, engine="transformers")).values()
                 if fault := report.load_fault:  # it may want experts in one tensor
                     notes.append(f"transformers does not load it as it is: {fault}")
         result = DequantizeResult(

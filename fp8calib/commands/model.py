@@ -106,16 +106,14 @@ def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]
     with opened as checkpoint:
         if checkpoint.form or not checkpoint.has_weights:
             source = as_unquantized(source)
-        model = prepare_run_model(
-            source,
-            checkpoint,
-            recipe,
+        yield prepare_run_model(
+            *(source, checkpoint, recipe),
             name=str(request.model),
             device=device,
             dtype=request.dtype,
             memory=request.memory,
+            device_map=device_map,
         )
-        yield replace(model, device_map=device_map)
 
 
 def prepare_run_model(
@@ -123,27 +121,21 @@ def prepare_run_model(
     checkpoint: Checkpoint,
     recipe: Recipe | None,
     *,
-    name: str,
     device: str,
     dtype: str,
-    memory: float | None,
+    **more: Any,
 ) -> RunModel:
-    """Describe how the model of an open checkpoint would run, before a weight is read."""
+    """Describe how the model of an open checkpoint would run, before a weight is read.
+
+    `more` has other fields of the `RunModel`.
+    """
     dtype, why = choose_dtype(dtype, device=device, checkpoint=checkpoint)
     ignore = () if recipe is None else recipe.observe.ignore
     prepared = prepare(build_skeleton(source, dtype=DTYPES[dtype]), checkpoint, ignore)
     if recipe is None or recipe.observe.needs_forward:
         check_runnable(prepared.model)
-    return RunModel(
-        name=name,
-        source=source,
-        checkpoint=checkpoint,
-        prepared=prepared,
-        device=device,
-        dtype=dtype,
-        dtype_why=why,
-        memory=memory,
-    )
+    more |= {"device": device, "dtype": dtype, "dtype_why": why}
+    return RunModel(source=source, checkpoint=checkpoint, prepared=prepared, **more)
 
 
 def _open_live(

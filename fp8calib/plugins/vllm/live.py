@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.check import CheckResult
+from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.check_run import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
@@ -99,7 +99,8 @@ def audit(llm: Any, path: str | Path, *, allow_suspicious: bool = False) -> Chec
     folder = fetch_checkpoint(path)
     with _within_config(llm):
         ranks = _ask_ranks(llm)
-        replayed = check_path(folder, engine=_name_engine(ranks), tp=ranks[0].tp)
+        asked = CheckRequest(folder, engine=_name_engine(ranks), tp=ranks[0].tp)
+        replayed = check_path(asked)
         reports = {key: compare_ranks(ranks, each) for key, each in replayed.items()}
     if allow_suspicious:
         reports = {key: each.allow_suspicious() for key, each in reports.items()}

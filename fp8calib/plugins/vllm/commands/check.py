@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8calib.commands import check as core
 from fp8calib.commands import options as shared
-from fp8calib.commands.check import CheckResult
+from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 
@@ -61,7 +61,7 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
             find_release,
         )
     python, path = Path(request.python or sys.executable), fetch_checkpoint(request.path)
-    replayed = check_path(path, engine=find_release(python), tp=request.tp)
+    replayed = check_path(CheckRequest(path, engine=find_release(python), tp=request.tp))
     if find_drafter_class(open_folder(path).config):  # which vLLM does not load alone
         return CheckResult(engines=replayed)
     (report,) = replayed.values()
