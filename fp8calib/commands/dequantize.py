@@ -115,8 +115,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         notes = [f"{name}: not copied: {why}" for name, why in plan.skipped.items()]
         found, owned = None, plan.names
         if request.keep_kv_scales:
-            found = _read_kv_scales(checkpoint)
-            owned = _list_owned(found, checkpoint)
+            found, dialect, owned = _read_kv_scales(checkpoint)
         elif any(map(find_spelling, checkpoint.stored.tensors)):
             notes.append("its KV scales are left out; add --keep-kv-scales to keep them")
 
@@ -151,7 +150,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
                     plain = staging / _WITHOUT_SCALES
                     written = find_finished(plain, plan) or write(plain, force=True)
                     remove_unfinished(staging, kept=_WITHOUT_SCALES)
-                    notes += _write_overlay(found, plain, staging, shown=out)
+                    notes += _write_overlay(found, dialect, plain, staging, shown=out)
                     shutil.rmtree(plain)
         write_card(
             *(out, out.resolve().name, checkpoint.dtype_name, request.model),
@@ -180,29 +179,24 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
     return result
 
 
-def _read_kv_scales(checkpoint: Checkpoint) -> ScaleTable:
+def _read_kv_scales(checkpoint: Checkpoint) -> tuple[ScaleTable, Dialect, frozenset[str]]:
+    """Read the scales; choose the overlay for them, and name the entries of its folder."""
+    from fp8calib.formats.fp8.registry import FP8_DIALECTS
     from fp8calib.formats.read import read_scales
+    from fp8calib.formats.write import list_owned
     from fp8calib.model.geometry_from_config import read_geometry
 
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
-    return read_scales(checkpoint.folder, geometry, drops_bad_query=True)
-
-
-def _choose_dialect(found: ScaleTable) -> Dialect:
-    return find_dialect("kv-overlay-head" if found.per_head else "kv-overlay")
-
-
-def _list_owned(found: ScaleTable, checkpoint: Checkpoint) -> frozenset[str]:
-    from fp8calib.formats.fp8.registry import FP8_DIALECTS
-    from fp8calib.formats.write import list_owned
-
+    found = read_scales(checkpoint.folder, geometry, drops_bad_query=True)
+    dialect = find_dialect("kv-overlay-head" if found.per_head else "kv-overlay")
     # the config of a quantization that no longer holds is not copied
-    quantizations = {dialect.own_file for dialect in FP8_DIALECTS.values()}
-    dialect = _choose_dialect(found)
-    return list_owned(dialect, [1], checkpoint) - quantizations
+    quantizations = {each.own_file for each in FP8_DIALECTS.values()}
+    return found, dialect, list_owned(dialect, [1], checkpoint) - quantizations
 
 
-def _write_overlay(found: ScaleTable, plain: Path, folder: Path, *, shown: Path) -> Iterable[str]:
+def _write_overlay(
+    found: ScaleTable, dialect: Dialect, plain: Path, folder: Path, *, shown: Path
+) -> Iterable[str]:
     """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
     from fp8calib.calibration.fingerprint import fingerprint_model
     from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -215,7 +209,7 @@ def _write_overlay(found: ScaleTable, plain: Path, folder: Path, *, shown: Path)
         names = tuple(Path(path.name) for path in found.files)
         found = replace(found, origin=origin, files=names)
         _, notes = write_found(
-            *(found, _choose_dialect(found), folder),
+            *(found, dialect, folder),
             fmt=E4M3FN,
             tps=[1],
             model=model,

@@ -21,8 +21,7 @@ from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
     from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.formats.dialect import Attachment, Dialect
-    from fp8calib.formats.quantized_model import QuantizedModel
+    from fp8calib.formats.dialect import Attachment
     from fp8calib.formats.table import ScaleTable
 
 Numbers = float | tuple[float, ...]
@@ -125,17 +124,19 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.calibration.fingerprint import fingerprint_model
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder, open_by_range
+        from fp8calib.checkpoint.output import list_files, output_folder
+        from fp8calib.commands.check_written import finish_checkpoint, require_server
         from fp8calib.formats.convert import fits_heads
-        from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
-        from fp8calib.formats.read import check_origin, read_scales
+        from fp8calib.formats.read import read_scales
+        from fp8calib.formats.write import list_owned, write_found
     names = shared.split_names(request.formats) or ["kv-overlay"]
     if len(names) > 1:
         raise UsageError(
             f"--format {' '.join(names)}: only one format can be written to --save-path",
             hint="run the command once for each format",
         )
-    dialect = find_dialect(names[0])
+    dialect, out = find_dialect(names[0]), Path(request.save_path)
     with (
         open_by_range(Path(request.quantized_model), say=reporter.say) as path,
         Checkpoint.open(find_folder(str(request.model), request.revision)) as checkpoint,
@@ -150,85 +151,46 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
             drops_bad_query=True,
         )
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
-        if quantized is None:
-            check_origin(str(path), table.origin, fingerprint)
-            attachment, related = Attachment(replaces_scales=request.replace_scales), list[str]()
-            if table.origin is None:
-                from fp8calib.quantization.attachment import compare_source
-
-                compared, related = compare_source(
-                    path, checkpoint, geometry, other_weights=request.other_weights
-                )
-                attachment = replace(attachment, compared=compared)
-        else:
-            from fp8calib.quantization.attachment import relate_to_quantized
-
-            attachment, related = relate_to_quantized(
-                *(str(path), table.origin, checkpoint, geometry),
-                other_weights=request.other_weights,
-                replace_scales=request.replace_scales,
-            )
+        attachment, related = _relate(
+            *(request, path, table, checkpoint, fingerprint), is_quantized=quantized is not None
+        )
         tps = tuple(dict.fromkeys(request.tp or ())) if dialect.per_tp else ()
         if not tps:
             is_kept = dialect.per_tp and fits_heads(geometry, table.tp)
             tps = (table.tp if is_kept else 1,)
-        result = _write(
-            *(request, dialect, table, checkpoint, quantized, attachment, related),
-            tps=tps,
-            fingerprint=fingerprint,
+        taken_from = tuple(
+            # JSON readers in other languages reject names that are not valid Unicode
+            f"{file.parent.name}/{file.name}".encode("utf-8", "replace").decode()
+            for file in map(Path.resolve, table.files)
         )
-    for note in result.notes:
-        reporter.warn(note)
-    return result
-
-
-def _write(
-    request: ExtractRequest,
-    dialect: Dialect,
-    table: ScaleTable,
-    checkpoint: Checkpoint,
-    quantized: QuantizedModel | None,
-    attachment: Attachment,
-    related: Sequence[str],
-    *,
-    tps: Sequence[int],
-    fingerprint: str,
-) -> ExtractResult:
-    from fp8calib.checkpoint.output import list_files, output_folder
-    from fp8calib.commands.check_written import finish_checkpoint, require_server
-    from fp8calib.formats.write import list_owned, write_found
-
-    out, geometry = Path(request.save_path), table.geometry
-    taken_from = tuple(
-        # JSON readers in other languages reject names that are not valid Unicode
-        f"{file.parent.name}/{file.name}".encode("utf-8", "replace").decode()
-        for file in map(Path.resolve, table.files)
-    )
-    checked: tuple[WrittenCheck, ...] = ()
-    with output_folder(
-        out,
-        owned=list_owned(dialect, tps, checkpoint),
-        force=request.force,
-        inputs=[checkpoint.folder, Path(request.quantized_model)],
-    ) as folder:
-        tables, notes = write_found(
-            *(replace(table, files=tuple(map(Path, taken_from))), dialect, folder),
-            fmt=KV_FORMATS[request.fp8_dtype or E4M3FN.name],
-            tps=tps,
-            model=fingerprint,
-            source=checkpoint,
-            shown=out,
-            attachment=attachment,
-        )
-        if dialect.needs_model:
-            if quantized is not None:
-                require_server(folder, geometry, quantized)
-            checked = finish_checkpoint(
-                *(folder, out, dialect.name, request.model),
-                revision=request.revision,
-                check=request.check,
+        checked: tuple[WrittenCheck, ...] = ()
+        with output_folder(
+            out,
+            owned=list_owned(dialect, tps, checkpoint),
+            force=request.force,
+            inputs=[checkpoint.folder, Path(request.quantized_model)],
+        ) as folder:
+            tables, notes = write_found(
+                *(replace(table, files=tuple(map(Path, taken_from))), dialect, folder),
+                fmt=KV_FORMATS[request.fp8_dtype or E4M3FN.name],
+                tps=tps,
+                model=fingerprint,
+                source=checkpoint,
+                shown=out,
+                attachment=attachment,
             )
-        files = list_files(folder)
+            if dialect.needs_model:
+                if quantized is not None:
+                    require_server(folder, geometry, quantized)
+                checked = finish_checkpoint(
+                    *(folder, out, dialect.name, request.model),
+                    revision=request.revision,
+                    check=request.check,
+                )
+            files = list_files(folder)
+    notes = (*related, *notes)
+    for note in notes:
+        reporter.warn(note)
     return ExtractResult(
         save_path=out,
         files=files,
@@ -242,11 +204,40 @@ def _write(
             _describe_layer(tables[0], layer.index, attention, joins_kv=dialect.joins_kv)
             for layer, attention in geometry.attentions()
         ),
-        notes=(*related, *notes),
+        notes=notes,
         compared=attachment.compared,
         kv_bytes_per_token=BeforeAfter.of_kv_cache(geometry),
         checked=checked,
     )
+
+
+def _relate(
+    request: ExtractRequest,
+    path: Path,
+    table: ScaleTable,
+    checkpoint: Checkpoint,
+    fingerprint: str,
+    *,
+    is_quantized: bool,
+) -> tuple[Attachment, list[str]]:
+    """Refuse a model that the scales are not of; say how they belong to it, with notes."""
+    from fp8calib.formats.dialect import Attachment
+    from fp8calib.formats.read import check_origin
+    from fp8calib.quantization.attachment import compare_source, relate_to_quantized
+
+    if is_quantized:
+        return relate_to_quantized(
+            *(str(path), table.origin, checkpoint, table.geometry),
+            other_weights=request.other_weights,
+            replace_scales=request.replace_scales,
+        )
+    check_origin(str(path), table.origin, fingerprint)
+    compared, related = "", list[str]()
+    if table.origin is None:
+        compared, related = compare_source(
+            path, checkpoint, table.geometry, other_weights=request.other_weights
+        )
+    return Attachment(replaces_scales=request.replace_scales, compared=compared), related
 
 
 def _find_geometry(
