@@ -1,7 +1,7 @@
 """A model's geometry from config.json and tensor names, of common models without transformers.
 
 Importing transformers and building its class takes ten times as long as all else that `check` does.
-Here are the classes that most checkpoints have, a row each, and patterns of the settings that the
+Here are the classes that most checkpoints have, a row each, and types of the settings that the
 libraries certainly accept. Whatever does not fit (another key, a null, an odd value, another name
 of a tensor) is left to transformers (`fp8calib.model.geometry_from_class`,
 `fp8calib.model.config_faults`), with which a test compares drawn configs.
@@ -10,11 +10,15 @@ of a tensor) is left to transformers (`fp8calib.model.geometry_from_class`,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, open_leniently, stored_dtype
 from fp8calib.checkpoint.header import INTEGERS
@@ -31,107 +35,79 @@ from fp8calib.model.geometry import Attention, Layer, Linear, ModelGeometry, Par
 GENERATION_NAME = "generation_config.json"
 
 
-_Fits = Callable[[Any], bool]
-"""Tells whether a value of a JSON file is as expected."""
+def _object(required: Mapping[str, Any], optional: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Make the type of an object that has the required keys, and may have the optional ones."""
+    fields = {**{key: NotRequired[kind] for key, kind in optional.items()}, **required}
+    made: Any = TypedDict("made", fields)  # type: ignore[misc]
+    setattr(made, "__pydantic_config__", _STRICT)  # noqa: B010 -- mypy knows no such attribute
+    return made
 
 
-def _fits(value: object, pattern: object) -> bool:
-    """Tell whether a value of a JSON file is as a pattern says.
-
-    A tuple has alternatives, a type stands for all its values, a function tells itself, and
-    everything else stands for itself.
-    """
-    if isinstance(pattern, tuple):
-        return any(_fits(value, each) for each in pattern)
-    if isinstance(pattern, type):
-        return type(value) is pattern
-    if callable(pattern):
-        return bool(pattern(value))
-    return type(value) is type(pattern) and value == pattern
+def _fits(value: object, kind: Any) -> bool:
+    """Tell whether a value of a JSON file is of a type."""
+    try:
+        _adapt(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
-def _number(kinds: tuple[type, ...], least: float, most: float) -> _Fits:
-    """Expect a number in a closed range; True is none."""
-    return lambda value: type(value) in kinds and least <= value <= most
-
-
-def _list(pattern: object, least: int = 0) -> _Fits:
-    """Expect a list of items that all fit."""
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) >= least
-        and all(_fits(item, pattern) for item in value)
-    )
-
-
-def _object(
-    required: Mapping[str, object], optional: Mapping[str, object] = MappingProxyType({})
-) -> _Fits:
-    """Expect an object that has the required keys, and no others than these and the optional."""
-    known = {**optional, **required}
-    return lambda value: (
-        isinstance(value, dict)
-        and required.keys() <= value.keys() <= known.keys()
-        and all(_fits(item, known[key]) for key, item in value.items())
-    )
-
-
-_SIZE = _number((int,), 1, (1 << 31) - 1)
-_TOKEN = _number((int,), 0, (1 << 31) - 1)
-_TOKENS = (_TOKEN, _list(_TOKEN, least=1))
-_SMALL = _number((float,), 1e-12, 0.999)
-_POSITIVE = _number((int, float), 1e-12, 1e12)
-_ACTIVATION = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-_DTYPES = ("bfloat16", "float16", "float32")
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_adapt = cache(TypeAdapter)
+_SIZE: Any = Annotated[int, Field(ge=1, lt=1 << 31)]
+_TOKEN: Any = Annotated[int, Field(ge=0, lt=1 << 31)]
+_TOKENS: Any = _TOKEN | Annotated[list[_TOKEN], Field(min_length=1)]
+_SMALL: Any = Annotated[float, Field(ge=1e-12, le=0.999)]
+_POSITIVE: Any = Annotated[float, Field(ge=1e-12, le=1e12)]
+_ACTIVATION = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
+_DTYPES = Literal["bfloat16", "float16", "float32"]
 
 # --- models --------------------------------------------------------------------------------------
 
 _LLAMA3 = {
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
     "original_max_position_embeddings": _SIZE,
-    "rope_type": "llama3",
+    "rope_type": Literal["llama3"],
 }
 _REQUIRED = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), _SIZE),
     **dict.fromkeys(("num_key_value_heads", "vocab_size", "max_position_embeddings"), _SIZE),
-    "num_hidden_layers": _number((int,), 1, MAX_LAYERS),
+    "num_hidden_layers": Annotated[int, Field(ge=1, le=MAX_LAYERS)],
 }
 _COMMON = {
     "head_dim": _SIZE,
     **dict.fromkeys(("use_cache", "tie_word_embeddings"), bool),
     "hidden_act": _ACTIVATION,
     **dict.fromkeys(("rms_norm_eps", "initializer_range"), _SMALL),
-    "attention_dropout": _number((int, float), 0, 0.999),
+    "attention_dropout": Annotated[float, Field(ge=0, le=0.999)],
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPES),
     **dict.fromkeys(("bos_token_id", "unk_token_id"), _TOKEN),
     "eos_token_id": _TOKENS,
-    "pad_token_id": (_TOKEN, None),
+    "pad_token_id": _TOKEN | None,
     **dict.fromkeys(("transformers_version", "_name_or_path", "_model_name_or_path"), str),
     "rope_theta": _POSITIVE,
-    "rope_scaling": (None, _object(_LLAMA3)),
-    "rope_parameters": (
-        None,
-        _object({"rope_type": "default", "rope_theta": _POSITIVE}),
-        _object({**_LLAMA3, "rope_theta": _POSITIVE}),
-    ),
+    "rope_scaling": _object(_LLAMA3) | None,
+    "rope_parameters": _object({"rope_type": Literal["default"], "rope_theta": _POSITIVE})
+    | _object({**_LLAMA3, "rope_theta": _POSITIVE})
+    | None,
 }
-_WINDOW = (_SIZE, None)
+_WINDOW = _SIZE | None
 _WINDOWS_OFF = {
-    "use_sliding_window": False,
+    "use_sliding_window": Literal[False],
     "sliding_window": _WINDOW,
     "max_window_layers": _SIZE,
-    "layer_types": _list("full_attention"),
+    "layer_types": list[Literal["full_attention"]],
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Family:
     """A class of transformers, by the config's model type."""
 
     name: str
     """The prefix of its classes."""
-    keys: Mapping[str, object]
-    """Patterns of its own keys."""
+    keys: Mapping[str, Any]
+    """The types of its own keys."""
     biased: tuple[str, ...] = ()
     """Projections that have a bias whatever the config says."""
     has_head_norms: bool = False
@@ -140,6 +116,12 @@ class _Family:
     """Without `head_dim` in the config; None for the hidden size by the heads."""
     window: int | None = None
     """The window of every layer without `sliding_window` in the config."""
+
+    @cached_property
+    def config(self) -> Any:
+        """The type of its config.json."""
+        names = {"model_type": str, "architectures": list[str]}
+        return _object({**_REQUIRED, **names}, {**_COMMON, **self.keys})
 
 
 FAMILIES = {
@@ -203,7 +185,7 @@ def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometr
     return ModelGeometry(
         architecture=f"{family.name}ForCausalLM",
         model_type=config["model_type"],
-        checkpoint_dtype=dtype if dtype in _DTYPES else "bfloat16",
+        checkpoint_dtype=dtype if dtype in get_args(_DTYPES) else "bfloat16",
         layers=tuple(layers),
         matrices={
             name: (shape[0], shape[1])
@@ -248,9 +230,8 @@ def _find_family(config: Mapping[str, Any]) -> tuple[_Family, int] | None:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
-    names = {"model_type": str, "architectures": [f"{family.name}ForCausalLM"]}
-    pattern = _object({**_REQUIRED, **names}, {**_COMMON, **family.keys})
-    if not pattern({k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}):
+    plain = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
+    if not _fits(plain, family.config):
         return None
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
     head_dim: int = config.get("head_dim", family.head_dim or config["hidden_size"] // heads)
@@ -259,7 +240,8 @@ def _find_family(config: Mapping[str, Any]) -> tuple[_Family, int] | None:
         config.get(key) is not None for key in ("rope_scaling", "rope_parameters")
     )
     fits = (
-        (config.get("pad_token_id") or 0) < config["vocab_size"]
+        config["architectures"] == [f"{family.name}ForCausalLM"]
+        and (config.get("pad_token_id") or 0) < config["vocab_size"]
         and config["hidden_size"] % heads == heads % config["num_key_value_heads"] == 0
         and head_dim % 2 == 0
         and len(config.get("layer_types", range(num_layers))) == num_layers
@@ -345,70 +327,70 @@ def _build(
 
 # --- sampling and quantization -------------------------------------------------------------------
 
-_FORMATS = ("float-quantized", "naive-quantized", "dense")
+_FORMATS = Literal["float-quantized", "naive-quantized", "dense"]
 _GENERATION = _object(
     {},
     {
         **dict.fromkeys(("_from_model_config", "do_sample", "use_cache"), bool),
-        **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
+        **dict.fromkeys(("output_attentions", "output_hidden_states"), Literal[False]),
         **dict.fromkeys(("bos_token_id", "pad_token_id"), _TOKEN),
         "eos_token_id": _TOKENS,
         **dict.fromkeys(("top_k", "max_length", "max_new_tokens"), _SIZE),
-        "temperature": _number((float,), 1e-3, 2),
-        "top_p": _number((float,), 1e-3, 1),
-        "repetition_penalty": _number((float,), 1e-3, 10),
+        "temperature": Annotated[float, Field(ge=1e-3, le=2)],
+        "top_p": Annotated[float, Field(ge=1e-3, le=1)],
+        "repetition_penalty": Annotated[float, Field(ge=1e-3, le=10)],
         "transformers_version": str,
     },
 )
-_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax", "mse", "memoryless_mse")
-_ONE_VALUE: Mapping[str, object] = {
-    "symmetric": True,
-    "observer_kwargs": {},
+_OBSERVERS = Literal[None, "minmax", "static_minmax", "memoryless_minmax", "mse", "memoryless_mse"]
+_EMPTY = _object({})
+_ONE_VALUE: Mapping[str, Any] = {
+    "symmetric": Literal[True],
+    "observer_kwargs": _EMPTY,
     **dict.fromkeys(("actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"), None),
 }
 
 
-def _scheme(strategy: str, *, is_dynamic: bool = False, **sizes: object) -> _Fits:
-    """Make the pattern of a scheme of FP8."""
-    required = {"num_bits": 8, "type": "float", "strategy": strategy, **sizes}
+def _scheme(strategy: str, *, is_dynamic: bool = False, **sizes: Any) -> Any:
+    """Make the type of a scheme of FP8."""
+    constants = {"num_bits": 8, "type": "float", "strategy": strategy}
+    required = {**{key: Literal[value] for key, value in constants.items()}, **sizes}
     if is_dynamic:
-        return _object({**required, "dynamic": True}, {**_ONE_VALUE, "observer": None})
-    return _object(required, {**_ONE_VALUE, "dynamic": False, "observer": _OBSERVERS})
+        return _object({**required, "dynamic": Literal[True]}, {**_ONE_VALUE, "observer": None})
+    optional = {**_ONE_VALUE, "dynamic": Literal[False], "observer": _OBSERVERS}
+    return _object(required, optional)
 
 
+_BLOCK = Annotated[list[Literal[128]], Field(min_length=2, max_length=2)]
 _TENSOR = _scheme("tensor")
 _GROUP = _object(
     {
-        "targets": _list(str, least=1),
-        "weights": (_TENSOR, _scheme("channel"), _scheme("block", block_structure=[128, 128])),
+        "targets": Annotated[list[str], Field(min_length=1)],
+        "weights": _TENSOR | _scheme("channel") | _scheme("block", block_structure=_BLOCK),
     },
     {
-        "input_activations": (
-            None,
-            _TENSOR,
-            _scheme("token", is_dynamic=True),
-            _scheme("group", is_dynamic=True, group_size=128),
-        ),
+        "input_activations": _TENSOR
+        | _scheme("token", is_dynamic=True)
+        | _scheme("group", is_dynamic=True, group_size=Literal[128])
+        | None,
         "output_activations": None,
         "format": _FORMATS,
     },
 )
 _SECTION = _object(
     {
-        "quant_method": "compressed-tensors",
+        "quant_method": Literal["compressed-tensors"],
         "format": _FORMATS,
-        "quantization_status": "compressed",
-        "config_groups": lambda groups: (
-            isinstance(groups, dict) and all(_GROUP(each) for each in groups.values())
-        ),
+        "quantization_status": Literal["compressed"],
+        "config_groups": dict[str, _GROUP],  # type: ignore[valid-type]
     },
     {
-        "kv_cache_scheme": (None, _TENSOR),
-        "ignore": _list(str),
+        "kv_cache_scheme": _TENSOR | None,
+        "ignore": list[str],
         "version": str,
         "global_compression_ratio": None,
-        "sparsity_config": {},
-        "transform_config": {},
+        "sparsity_config": _EMPTY,
+        "transform_config": _EMPTY,
     },
 )
 """What `quantize`, overlays and llm-compressor write for FP8."""
@@ -423,10 +405,10 @@ def is_plain(folder: Path, config: Mapping[str, object]) -> bool:
         return False
     section = next((section for _, section in find_quantization_configs(config)), {})
     method = str(section.get("quant_method")).replace("_", "-")
-    if method == "compressed-tensors" and not _SECTION(section):
+    if method == "compressed-tensors" and not _fits(section, _SECTION):
         return False
     path = folder / GENERATION_NAME
     try:
-        return not path.is_file() or _GENERATION(load_json_object(path))
+        return not path.is_file() or _fits(load_json_object(path), _GENERATION)
     except ModelError:
         return False
