@@ -154,9 +154,9 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     served = {name: e.command for name in checks for e in reversed(checks[name]) if e.command}
     served[_SCALE_ONE] = suggest.spell_server(str(request.model), judged, revision=request.revision)
     decision = choose_smallest(report, {name: sizes[name] for name in served})
-    chosen, gate = Path(decision.candidate).name, report.gates[0] if request.gate else None
+    chosen = Path(decision.candidate).name
     report = report.model_copy(update={"decision": decision, "next": served.get(chosen, "")})
-    write_page(report, out / _PAGE, command=report.next, gate=gate)
+    write_page(report, out / _PAGE, command=report.next)
     for name in checks.keys() - {chosen}:
         shutil.rmtree(out / name)
     more = {"sizes": sizes, "serve": report.next, "checked": checks.get(chosen, ())}

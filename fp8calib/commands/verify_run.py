@@ -160,12 +160,12 @@ def run(
         for note in asked.warnings:
             reporter.warn(note)
         output = Path(request.dump or request.report or "none").absolute()
-        mode = plan_verification(asked, model, output.parent, may_share=True)
+        mode = plan_verification(asked, model, output.parent)
         if request.dry_run:
             return describe_plan(asked, model, mode)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
-        asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
+        asked = replace(asked, measures_noise=True)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
         hashes = hash_inputs(model, asked, request, specs)
@@ -425,7 +425,7 @@ def finish(
         if request.report is not None:
             from fp8calib.verification.page.page import write_page
 
-            write_page(result, Path(request.report), command=result.next, gate=asked.gate)
+            write_page(result, Path(request.report), command=result.next)
             reporter.say(f"report written to {request.report}")
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]

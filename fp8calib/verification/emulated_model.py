@@ -26,13 +26,7 @@ from fp8calib.model.prepared import prepare
 from fp8calib.model.topology import find_text_decoder, name_cache_argument
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification.candidates import (
-    Target,
-    build_kv_candidate,
-    build_scheme,
-    fit_to_model,
-    make_unscaled_table,
-)
+from fp8calib.verification.candidates import Target, fit_to_model
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.open_candidates import Scales, open_candidate
@@ -93,7 +87,19 @@ def emulate(
             numerics=numerics,
             fmt=FP8_FORMATS[fp8_dtype],
         )
-        made = fit_to_model(_make_candidate(candidate, target), target)
+        given = candidate
+        if not isinstance(given, Candidate):
+            given = getattr(given, "stats", given)  # of the result of `calibrate`
+        if isinstance(given, Candidate):
+            made = fit_to_model(given, target)
+        elif given == SCALE_ONE:
+            made = open_candidate(None, target)
+        elif isinstance(given, str) and given in SCHEMES:
+            made = open_candidate(None, target, scheme=given)
+        elif isinstance(given, Scales | ScaleTable):
+            made = open_candidate(given, target)
+        else:
+            raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
         if made.weights:
             checkpoint.hold()
         for note in made.notes:
@@ -104,23 +110,6 @@ def emulate(
         _EMULATED.add(model)
         stack.callback(_EMULATED.discard, model)
         yield made
-
-
-def _make_candidate(given: object, target: Target) -> Candidate:
-    """Make the candidate that a caller describes."""
-    if isinstance(given, Candidate):
-        return given
-    given = getattr(given, "stats", given)  # of the result of `calibrate`
-    if isinstance(given, ScaleTable):
-        return build_kv_candidate("scales", given, target.numerics, origin="given")
-    if given == SCALE_ONE:
-        table = make_unscaled_table(target.prepared.geometry, target.fmt)
-        return build_kv_candidate(SCALE_ONE, table, target.numerics)
-    if isinstance(given, str) and given in SCHEMES:
-        return build_scheme(given, given, target)
-    if isinstance(given, Scales):
-        return open_candidate(given, target)
-    raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.weights.layers import PLAIN_DTYPES
 from fp8calib.errors import ModelError, first_line
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.match_scales import is_fp8_checkpoint
 from fp8calib.formats.read import has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleTable
@@ -25,6 +27,7 @@ from fp8calib.verification.candidates import (
     explain_plain_cache,
 )
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.weights import emulate_stored
 
 _SAMPLE_BYTES = 4096
 
@@ -79,11 +82,6 @@ def _check_weights(path: Path, target: Target) -> str:
 
 def _open_checkpoint(name: str, path: Path, target: Target) -> Candidate:
     """Emulate a whole FP8 checkpoint, with its KV scales if it has any."""
-    # most candidates change no weights
-    from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint  # noqa: PLC0415
-    from fp8calib.formats.fp8.compressed_tensors import require_format  # noqa: PLC0415
-    from fp8calib.verification.emulation.weights import emulate_stored  # noqa: PLC0415
-
     numerics = target.numerics
     checkpoint = Fp8Checkpoint.open(
         path,

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +13,7 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.kernel_trial import free_bytes, gpus_of
 from fp8calib.calibration.memory_plan import HIDDEN_SHARE
 from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.machine import keep_freed_memory, return_freed_memory
@@ -21,6 +21,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
+from fp8calib.verification.score_streamed import run_streamed
 from fp8calib.verification.token_scores import (
     Logits,
     TokenScores,
@@ -28,9 +29,6 @@ from fp8calib.verification.token_scores import (
     open_lm_head,
     score_batch,
 )
-
-if TYPE_CHECKING:
-    from fp8calib.calibration.streamed_model import StreamedModel
 
 AT_ONCE = 8
 """Candidates of a round: their hidden states wait for the head together, and every round runs the
@@ -64,30 +62,20 @@ def score(
     progress: Progress,
     stage: str = "",
     watched: Sequence[torch.Tensor] | None = None,
-    shares_batch: bool = False,
 ) -> Scores:
     """Score the unquantized model, and candidates by their names, on every batch.
 
     A model that is streamed reads each layer once for all candidates; the scores are the same as
     in memory, bit for bit. `hooks` measure tensors of the unquantized model, whose log-probability
-    of tokens `watched`, [L - 1, W] of each sequence, is kept. With `shares_batch` the models that
-    `can_share` run in one batch, if the model is whole: their rounding then differs.
+    of tokens `watched`, [L - 1, W] of each sequence, is kept.
 
-    `progress` hears of tokens: of all models together in a `stage` of its own, else of each model,
-    whatever its layers are.
+    `progress` hears of the tokens of every model and layer that runs by itself, in a `stage` of its
+    own if it has a name.
     """
-    layers = 0 if isinstance(model, PreparedModel) else len(model.geometry.layers)
     if stage:
-        total = sum(batch.num_tokens for batch in batches) * (layers or 1)
+        total = (len(candidates) + 1) * _count_steps(model, batches)
+        layers = 0 if isinstance(model, PreparedModel) else len(model.geometry.layers)
         progress.stage(stage, total, unit="tokens", layers=layers)
-    share, done = len(candidates) + 1 if stage else layers or 1, 0
-
-    def advance(tokens: int) -> None:
-        """Count tokens once that are counted `share` times."""
-        nonlocal done
-        before, done = done, done + tokens
-        progress.advance(done // share - before // share)
-
     models = [hooks or EmulationHooks(Candidate())]
     models += [(each.make_hooks or EmulationHooks)(each) for each in candidates]
     scored: list[list[TokenScores]] = []
@@ -116,12 +104,9 @@ def score(
         num_seen, looked_at = len(scored), time.monotonic()
 
     if isinstance(model, PreparedModel):
-        _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
+        _run_whole(model, models, batches, progress.advance, add)
     else:
-        # most models fit into memory
-        from fp8calib.verification.score_streamed import run_streamed  # noqa: PLC0415
-
-        run_streamed(model, models, batches, advance, add, vocab_size)
+        run_streamed(model, models, batches, progress.advance, add, vocab_size)
     look()
     reference, *others = join_scores(scored, torch.device("cpu"))
     named = {own.candidate.name: own for own in models[1:]}
@@ -141,8 +126,8 @@ def score_in_rounds(
     stage: str,
 ) -> Iterator[Scores]:
     """Score `AT_ONCE` candidates at a time, in one stage."""
-    passes = count_in_rounds(len(candidates))
-    progress.stage(stage, passes * sum(batch.num_tokens for batch in batches), unit="tokens")
+    total = count_in_rounds(len(candidates)) * _count_steps(model, batches)
+    progress.stage(stage, total, unit="tokens")
     for start in range(0, len(candidates), AT_ONCE):
         yield score(model, candidates[start : start + AT_ONCE], batches, progress=progress)
 
@@ -150,6 +135,12 @@ def score_in_rounds(
 def count_in_rounds(num_candidates: int) -> int:
     """Count the passes over a text that candidates take in rounds, with the unquantized model's."""
     return num_candidates + -(-num_candidates // AT_ONCE)
+
+
+def _count_steps(model: PreparedModel | StreamedModel, batches: Sequence[Batch]) -> int:
+    """Count the tokens that a model runs: a streamed one runs them layer by layer."""
+    layers = 1 if isinstance(model, PreparedModel) else len(model.geometry.layers)
+    return layers * sum(batch.num_tokens for batch in batches)
 
 
 def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
@@ -175,8 +166,6 @@ def _run_whole(
     batches: Sequence[Batch],
     advance: Callable[[int], None],
     add: Callable[[Batch, Sequence[torch.Tensor], Logits], None],
-    *,
-    shares_batch: bool,
 ) -> None:
     """Run batches through the unquantized model and its candidates.
 
@@ -188,13 +177,6 @@ def _run_whole(
     candidates = [hooks.candidate for hooks in models]
     if any(candidate.weights for candidate in candidates):
         limit, keeps = find_room(model.model, candidates)
-    together = [[index] for index in range(len(models))]
-    if shares_batch:
-        # on a GPU
-        from fp8calib.verification.emulation import shared_batch  # noqa: PLC0415
-
-        sharing = [index for index, each in enumerate(candidates) if shared_batch.can_share(each)]
-        together = [sharing, *(alone for alone in together if alone[0] not in sharing)]
     groups: list[list[Batch]] = []  # those of a larger batch than the limit are its own
     tokens = limit + 1
     for batch in batches:
@@ -204,18 +186,13 @@ def _run_whole(
             tokens = batch.input_ids.numel()
         groups[-1].append(batch)
     for group in groups:
-        hidden: list[list[torch.Tensor]] = [[] for _ in models]
-        for chosen in together:
-            hooks = models[chosen[0]]
-            if len(chosen) > 1:
-                hooks = shared_batch.SharedHooks([models[index] for index in chosen])
+        hidden: list[list[torch.Tensor]] = []
+        for hooks in models:
+            hidden.append([])
             with emulated(model, hooks, decoder=decoder, keeps_originals=keeps) as run:
                 for batch in group:
-                    alone = len(chosen) == 1
-                    after = run(batch if alone else shared_batch.repeat(batch, len(chosen)))
-                    for index, own in zip(chosen, after.chunk(len(chosen)), strict=True):
-                        hidden[index].append(own)
-                    advance(batch.num_tokens * len(chosen))
+                    hidden[-1].append(run(batch))
+                    advance(batch.num_tokens)
         if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
             return_freed_memory()
         with open_lm_head(model.model) as logits:

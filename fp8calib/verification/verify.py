@@ -9,18 +9,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from fp8calib.calibration.job import RunModel
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import ModelGeometry, Role, Site
+from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Granularity
@@ -55,9 +57,6 @@ from fp8calib.verification.summary import (
 )
 from fp8calib.verification.token_scores import scoring_bytes, split_sequences
 
-if TYPE_CHECKING:
-    from fp8calib.calibration.streamed_model import StreamedModel
-
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 _FITTED = "scales that fit"
 """Names the divergences of a KV cache whose scales fit every tensor."""
@@ -91,8 +90,7 @@ class Verification:
     others: tuple[Candidate, ...] = ()
     """Scored beside the candidates, under other names; not in the report."""
     watched: Sequence[torch.Tensor] | None = None
-    """Passed to `score`, as is the next."""
-    shares_batch: bool = False
+    """Passed to `score`."""
     measures_noise: bool = False
     """Whether the unquantized model runs again, in batches of another size."""
     opened: tuple[Candidate, ...] = ()
@@ -128,7 +126,6 @@ def run_verification(
                 progress=progress,
                 stage="verifying",
                 watched=asked.watched,
-                shares_batch=asked.shares_batch,
             )
             break
         except (ModelError, VerificationError) as error:  # the rest is compared without it
@@ -330,14 +327,12 @@ def plan_verification(
     walks: int = 2,
     always_streams: str = "",
     cannot_stream: UsageError | None = None,
-    may_share: bool = False,
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
     Hidden states that do not fit into memory go to the folder `scratch`; all layers are read in
     `walks`, of which the noise floor is one. `always_streams` says why the model is streamed in any
-    case, `cannot_stream` is raised where it would be. Where a GPU has room, candidates `may_share`
-    a batch with the unquantized model.
+    case, `cannot_stream` is raised where it would be.
     """
     if model.is_placed:
         return MemoryPlan()
@@ -368,23 +363,7 @@ def plan_verification(
         walks=walks,
         always_streams=always_streams,
     )
-    work = find_limits(work, model.memory)
-    plan = plan_memory(work, cannot_stream=cannot_stream)
-    is_text = all(batch.media is None for batch in text)
-    if not (may_share and is_text) or work.device_bytes is None or plan.is_streamed:
-        return plan
-    # on a GPU
-    from fp8calib.verification.emulation.shared_batch import can_share, repeat  # noqa: PLC0415
-
-    count = 1 + sum(map(can_share, scored))
-    if count == 1:
-        return plan
-    repeated = replace(work, batches=[repeat(batch, count) for batch in text])
-    try:
-        shared = plan_memory(repeated, cannot_stream=UsageError("one by one"))
-    except UsageError:
-        return plan
-    return replace(shared, models_in_a_batch=count)
+    return plan_memory(find_limits(work, model.memory), cannot_stream=cannot_stream)
 
 
 @contextmanager
@@ -396,17 +375,11 @@ def open_scored(
     Of one in memory, the weights that candidates replace are copied first.
     """
     if model.is_live and any(each.weights for each in asked.candidates):
-        # most models are files
-        from fp8calib.model.live_model import LiveCheckpoint  # noqa: PLC0415
-
         assert isinstance(model.checkpoint, LiveCheckpoint)  # noqa: S101 -- of every live model
         model.checkpoint.hold()
     if not mode.is_streamed:
         yield model.load(progress)
         return
-    # most models fit into memory
-    from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
-
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
     with open_streamed(model.prepared, tokens, mode, model.device) as streamed:
         yield streamed

@@ -251,7 +251,7 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
 
     assert failed.code == 8
     assert ": use " not in failed.json["advice"]
-    assert "has no scale for q of layers 0 and 1" in failed.json["advice"]
+    assert "has no scale for q of layers 0, 1" in failed.json["advice"]
     for advised in (failed, run(*command, out)):
         words = advised.json["next"].split()
         assert words[:3] == ["fp8calib", "export", str(out / "stats.safetensors")]

@@ -11,7 +11,6 @@ import pytest
 from markupsafe import Markup
 
 from fp8calib.text import Table
-from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.page.charts import (
     BASELINE,
     FLOOR,
@@ -161,24 +160,24 @@ def test_linears_that_read_one_input_share_a_row() -> None:
 
 KLDS, END = "KLD by sequence and by position", "Provenance"
 ALL = [
-    *("Warnings", "The kv gate", KLDS, f"Texts that lose most with {OVERLAY}"),
+    *("Warnings", KLDS, f"Texts that lose most with {OVERLAY}"),
     *("SQNR by layer", "Tensors that lose most", "Scale rules", END),
 ]
 ONE_LAYER = make_small(layers=(make_layer("out/overlay", 0),))
 
 
 @pytest.mark.parametrize(
-    ("report", "gate", "headings"),
+    ("report", "headings"),
     [
-        (make_report(), "kv", ALL),
-        (make_small(), "", [KLDS, END]),
-        (ONE_LAYER, "", [KLDS, "SQNR by layer", "Tensors of lowest SQNR", END]),
+        (make_report(), ALL),
+        (make_small(), [KLDS, END]),
+        (ONE_LAYER, [KLDS, "SQNR by layer", "Tensors of lowest SQNR", END]),
     ],
 )
 def test_a_page_has_the_parts_that_its_report_has(
-    report: VerifyReport, gate: str, headings: list[str]
+    report: VerifyReport, headings: list[str]
 ) -> None:
-    page = Reader(render_page(report, gate=GATES.get(gate)))
+    page = Reader(render_page(report))
     assert page.headings == headings
 
 
@@ -208,7 +207,7 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
         layers=(make_layer(HOSTILE, 0, sqnr_db=9.0, clipped=0.5),),
         worst_texts=replace(LOST, rows=[["3", "0.5000", HOSTILE, "7.2500", HOSTILE]]),
     )
-    write_page(hostile, tmp_path / "page.html", gate=GATES["kv"])
+    write_page(hostile, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "caf?.txt" in page  # its name is no UTF-8
     reader = Reader(page)
@@ -234,12 +233,12 @@ OCTAVE = (RIGHT - LEFT) / 30
 """Of histograms, whose axis is log2(|x| / scale) from -16 to 14."""
 
 
-def find_section(report: VerifyReport, start: str, gate: Gate | None = None) -> PageSection:
-    return next(each for each in list_sections(report, gate) if each.title.startswith(start))
+def find_section(report: VerifyReport, start: str) -> PageSection:
+    return next(each for each in list_sections(report) if each.title.startswith(start))
 
 
-def find_figure(report: VerifyReport, start: str, title: str, gate: Gate | None = None) -> Figure:
-    figures = find_section(report, start, gate).figures
+def find_figure(report: VerifyReport, start: str, title: str) -> Figure:
+    figures = find_section(report, start).figures
     return next(figure for figure in figures if figure.title.startswith(title))
 
 
@@ -285,37 +284,6 @@ def test_a_log_axis_holds_the_values_and_names_what_is_at_its_end(
     assert (axis.low, axis.high) == (pytest.approx(low), high)
     assert axis.ticks[0] == (pytest.approx(low), first)
     assert axis.y(0.0) == FLOOR
-
-
-def test_the_gate_is_a_bar_with_its_error_beside_the_limits() -> None:
-    """Start, end and limits are on one linear scale: 1, 1.0123 ± 0.0045, 1.01 and 1.05."""
-    report = make_small(candidates=(make_candidate("a"),))
-    figure = find_figure(report, "The kv gate", "a: perplexity", GATES["kv"])
-    assert figure.title == "a: perplexity ratio 1.0123 ± 0.0045"
-    start, end, _ = list_numbers(figure, "level warn", "MH")
-    low, high = list_numbers(figure, "interval", "MH")[:2]
-    passing, failing = list_numbers(figure, "limit", "M")
-    unit = (failing - start) / 0.05
-    places = [(each - start) / unit for each in (end, low, high, passing)]
-    assert places == pytest.approx([0.0123, 0.0078, 0.0168, 0.01], abs=1e-4)
-    assert list_texts(figure) == ["pass up to 1.01", "fail above 1.05"]
-
-
-@pytest.mark.parametrize(
-    ("gate", "named", "limit"),
-    [
-        (GATES["kv"], "warning above 0.0488", math.log(1.05)),
-        (Gate(name="own", pass_at=1.0, fail_above=1.2, kld_fail_above=0.5), "fail above 0.5", 0.5),
-    ],
-)
-def test_the_divergence_has_the_limit_of_the_gate(gate: Gate, named: str, limit: float) -> None:
-    report = make_small(candidates=(make_candidate("a", kld_mean=0.04, kld_se=None),))
-    figure = find_figure(report, "The ", "a: KLD 0.0400", gate)
-    start, end, _ = list_numbers(figure, "level warn", "MH")
-    (at,) = list_numbers(figure, "limit", "M")
-    assert (end - start) / (at - start) == pytest.approx(0.04 / limit, rel=5e-3)
-    assert list_texts(figure) == [named]
-    assert list_paths(figure, "interval") == []
 
 
 def test_sequences_are_sorted_and_a_divergence_of_zero_is_a_gap() -> None:

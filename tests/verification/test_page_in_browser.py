@@ -10,7 +10,6 @@ from urllib.parse import unquote
 
 import pytest
 
-from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.page.page import write_page
 from fp8calib.verification.report import Decision
 from tests.kit.minutes import in_minutes
@@ -63,7 +62,7 @@ return {
   scripts: page.scripts.length,
   charts: all('figure').length,
   empty: all('figure').filter((figure) => box(figure.querySelector('svg')).width < 250 ||
-    !figure.querySelector('.marks, .bar, .level')).map((figure) => figure.textContent),
+    !figure.querySelector('.marks, .bar')).map((figure) => figure.textContent),
   outside: all('svg text').filter((text) => box(text).left < box(text.closest('svg')).left - 6 ||
     box(text).right > box(text.closest('svg')).right + 6).map((text) => text.textContent),
   wide: all('body *').filter((element) => !element.closest('.scroll, svg') &&
@@ -104,10 +103,10 @@ def look(page: Path, size: tuple[int, int], scheme: int = LIGHT) -> dict[str, An
 @pytest.mark.parametrize("size", [DESKTOP, PHONE, *in_minutes((1200, 900), (420, 900))])
 def test_everything_is_drawn_and_can_be_read(tmp_path: Path, size: tuple[int, int]) -> None:
     scheme = DARK if size == DESKTOP else LIGHT
-    write_page(make_report(), tmp_path / "page.html", command="vllm serve out", gate=GATES["kv"])
+    write_page(make_report(), tmp_path / "page.html", command="vllm serve out")
     found = look(tmp_path / "page.html", size, scheme)
     assert found["first"], "answer, command and candidates are on the first screen"
-    assert found["charts"] == 8 + 2 + 1 + 2  # the gate's, KLD, SQNR of keys, histograms
+    assert found["charts"] == 2 + 1 + 2  # KLD, SQNR of keys, histograms
     assert found["empty"] == found["outside"] == found["wide"] == found["pale"] == []
     assert found["overlapping"] == 0
     assert found["smallest"] > 10

@@ -94,7 +94,8 @@ def compare(
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
         with open_streamed(prepared, tokens, mode, "cpu") as opened:
             found = score(opened, named, todo, looking, progress=progress)
-        assert sum(told) == plan.num_tokens * (len(emulations) + 1)
+        passes = len(emulations) + 1
+        assert sum(told) == plan.num_tokens * passes * len(geometry.layers)
         return found, looking
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.geometry import Linear, ModelGeometry, Role, Site
 from fp8calib.model.load import LoadedModel
@@ -28,6 +28,9 @@ from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling, Scheme
+from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import (
     FakeQuantized,
@@ -35,12 +38,6 @@ from fp8calib.verification.emulation.fake_quantize import (
     measure_damage,
     sum_damage,
 )
-
-if TYPE_CHECKING:  # a candidate is of one kind
-    from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-    from fp8calib.quantization.matrices import Matrix
-    from fp8calib.quantization.select import Selection
-    from fp8calib.quantization.settings import PlanSettings
 
 _SLACK = 2.0**-10
 _BYTES_AT_ONCE = 2**23

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.errors import cut_list, format_ranges
+from fp8calib.errors import cut_list, name_ranges
 from fp8calib.verification.judge.fits import list_losing, list_unfit
 from fp8calib.verification.report import (
     LEAST_DB,
@@ -26,8 +26,6 @@ from fp8calib.verification.tables import (
     tell_more,
 )
 
-_MOST_NAMED = 6
-"""More layers are named as ranges."""
 _LEAST_TOP1 = 0.75
 """Below this agreement of the most likely tokens, a candidate answers like another model."""
 _CHANCE = 0.9
@@ -120,18 +118,8 @@ def _describe_unfit(rows: Sequence[LayerResult]) -> str:
         what = row.role if len(row.role) == 1 else ".".join(row.site.split(".")[-2:])
         layers.setdefault((lost, what), set()).add(row.layer)
     return " and ".join(
-        f"{what} of {_join_layers(sorted(indices))} {lost}"
-        for (lost, what), indices in layers.items()
+        f"{what} of {name_ranges(indices)} {lost}" for (lost, what), indices in layers.items()
     )
-
-
-def _join_layers(layers: Sequence[int]) -> str:
-    """Name layers in a sentence, as ranges where they are many."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if len(layers) > _MOST_NAMED:
-        return f"layers {format_ranges(layers)}"
-    return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
 
 
 # --- the KV cache ---------------------------------------------------------------------------------
@@ -169,7 +157,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     ]
     if repaired and queries:
         best = min(repaired, key=get_kld).name
-        layers = _join_layers(sorted({row.layer for row in queries}))
+        layers = name_ranges({row.layer for row in queries})
         headline = f"{_NEEDED}, and {best} has no scale for q of {layers}."
         return _decide(headline, where, remedy="scale-query", candidate=best)
     of_query = " with --query-scale yes" if not scaled and len(queries) == len(losing) else ""

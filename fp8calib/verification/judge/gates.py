@@ -38,17 +38,6 @@ class Gate(BaseModel):
         """The largest standard error of the logarithm of a ratio with which the gate can tell."""
         return math.log(self.pass_at) or max(math.log(self.fail_above), _LEAST_MARGIN)
 
-    @property
-    def kld_limit(self) -> tuple[float, str]:
-        """The mean divergence above which a candidate does not pass, and its verdict then.
-
-        Without a threshold of the gate's own it is log(`fail_above`), at least log(1.05): FP8
-        itself has a divergence, so a stricter gate on the ratio does not lower it.
-        """
-        if self.kld_fail_above is not None:
-            return self.kld_fail_above, "fail"
-        return math.log(max(self.fail_above, GATES["kv"].fail_above)), "warning"
-
     @model_validator(mode="after")
     def _ordered(self) -> Gate:
         if not 1 <= self.pass_at <= self.fail_above:
@@ -99,16 +88,18 @@ def judge(summary: CandidateResult, gate: Gate, damage: str = "") -> tuple[Verdi
     """Give the verdict and the reason.
 
     The ratio may hide damage: the text may not need what is damaged, and losses may cancel out. A
-    destroyed tensor, which `damage` describes, is a failure of its own. A mean divergence above
-    `kld_limit` is a warning: on text that the model writes itself, the divergence is the logarithm
-    of the ratio.
+    destroyed tensor, which `damage` describes, is a failure of its own. Without a threshold of the
+    gate's own, a mean divergence above log(`fail_above`) is a warning: on text that the model
+    writes itself, the divergence is the logarithm of the ratio.
     """
     found = None if gate.kld_fail_above is None else _judge_kld(summary, gate.kld_fail_above)
     verdict, why = found or _judge_ratio(summary, gate)
     if damage and verdict is not Verdict.FAIL:
         return Verdict.FAIL, f"{why}, but {damage}"
     kld, has_passed = summary.kld_mean, verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
-    if has_passed and gate.kld_fail_above is None and kld is not None and kld > gate.kld_limit[0]:
+    # FP8 itself has a divergence, so a stricter gate on the ratio does not lower the limit
+    limit = math.log(max(gate.fail_above, GATES["kv"].fail_above))
+    if has_passed and gate.kld_fail_above is None and kld is not None and kld > limit:
         shown = format_mean_kld(kld, summary.kld_se)
         return Verdict.WARN, f"{why}, but the mean KLD is {shown}: the model answers differently"
     return verdict, why

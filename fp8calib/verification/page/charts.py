@@ -1,4 +1,4 @@
-"""Three kinds of chart as SVG: values over places, bars beside limits, histograms."""
+"""Two kinds of chart as SVG: values over places, and histograms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Axis:
     ticks: Sequence[tuple[float, str]]
     is_log: bool = False
 
-    def place(self, value: float, start: float, end: float) -> float:
+    def _place(self, value: float, start: float, end: float) -> float:
         """Map a value between `low` and `high` to a coordinate; others to the nearer end."""
         ends = (self.low, self.high, min(max(value, self.low), self.high))
         low, high, at = map(math.log10, ends) if self.is_log else ends
@@ -63,11 +63,11 @@ class Axis:
 
     def x(self, value: float) -> float:
         """Give where a value stands across a chart."""
-        return self.place(value, LEFT, RIGHT)
+        return self._place(value, LEFT, RIGHT)
 
     def y(self, value: float) -> float:
         """Give the height of a value in a chart."""
-        return self.place(value, FLOOR, TOP)
+        return self._place(value, FLOOR, TOP)
 
 
 DB_AXIS = Axis(
@@ -198,39 +198,6 @@ def _draw_points(
     return line, errors, marks
 
 
-_GAUGE_TOP, _GAUGE_FLOOR = 22, 44
-
-
-def gauge(
-    title: str, css: str, value: float, error: float | None, limits: Sequence[tuple[float, str]]
-) -> Figure:
-    """Draw a value as a bar with its standard error, beside one or two limits and their names.
-
-    The first limit is named above the bar, the second below it. A value far beyond the limits ends
-    with the chart.
-    """
-    places = [limit for limit, _ in limits]
-    start = 0.0 if min(places) < 1 else 1.0
-    low = min(start, value - (error or 0.0))
-    span = max(places) - start or 0.01
-    most = max(*places, min(value + (error or 0.0), start + 3 * span))
-    x = Axis(title="", low=low, high=most + (most - low) / 5, ticks=())
-
-    def at(v: float) -> float:
-        return x.place(v, 8, RIGHT)
-
-    bar = f"M{at(start):.1f} {_GAUGE_TOP}H{at(value):.1f}V{_GAUGE_FLOOR}H{at(start):.1f}z"
-    parts = [_path(bar, f"level {css}")]
-    if error is not None:
-        ends, middle = (at(value - error), at(value + error)), (_GAUGE_TOP + _GAUGE_FLOOR) / 2
-        caps = "".join(f"M{end:.1f} {middle - 5}v10" for end in ends)
-        parts.append(_path(f"M{ends[0]:.1f} {middle}H{ends[1]:.1f}{caps}", "interval"))
-    for (limit, name), y in zip(limits, (_GAUGE_TOP - 9, _GAUGE_FLOOR + 20), strict=False):
-        parts.append(_path(f"M{at(limit):.1f} {_GAUGE_TOP - 5}V{_GAUGE_FLOOR + 7}", "limit"))
-        parts.append(_text(min(max(at(limit), 60), RIGHT - 60), y, name, "middle"))
-    return Figure(title=title, chart=_join(title, parts, _GAUGE_FLOOR + 14 * len(limits)))
-
-
 def histogram(
     site: str, counts: Mapping[float, int], scale: float, ends: tuple[float, float]
 ) -> Figure:
@@ -264,9 +231,9 @@ def histogram(
     return Figure(title=site, chart=_join(site, parts))
 
 
-def _join(label: str, parts: Sequence[Markup], height: int = HEIGHT) -> Markup:
+def _join(label: str, parts: Sequence[Markup]) -> Markup:
     chart = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
-    return chart.format(WIDTH, height, label, Markup("").join(parts))
+    return chart.format(WIDTH, HEIGHT, label, Markup("").join(parts))
 
 
 def _draw_grid(y: Axis) -> Iterator[Markup]:

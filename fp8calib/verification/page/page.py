@@ -20,7 +20,6 @@ from fp8calib.text import Table
 from fp8calib.verification import tables
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
-from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.page import charts
 from fp8calib.verification.page.charts import Curve, Figure, Point, Style
 from fp8calib.verification.report import (
@@ -32,7 +31,7 @@ from fp8calib.verification.report import (
     VerifyReport,
 )
 from fp8calib.verification.score import Scores
-from fp8calib.verification.tables import format_kld, format_mean_kld, format_ratio
+from fp8calib.verification.tables import format_kld
 from fp8calib.verification.token_scores import split_sequences
 from fp8calib.verification.verify import Verification
 
@@ -90,14 +89,9 @@ def render(*, provenance: RunProvenance | None, facts: Mapping[str, str], **part
     return _HTML.get_template("page.html.jinja").render(facts=facts, **parts)
 
 
-def write_page(
-    report: VerifyReport, path: Path, *, command: str = "", gate: Gate | None = None
-) -> None:
-    """Write the page atomically.
-
-    `command` is the one that the conclusion asks for, `gate` the one that was asked for.
-    """
-    page = render_page(report, command=command, gate=gate)
+def write_page(report: VerifyReport, path: Path, *, command: str = "") -> None:
+    """Write the page atomically; `command` is the one that the conclusion asks for."""
+    page = render_page(report, command=command)
     # Names of files that are not UTF-8 are surrogates here.
     write_file_atomic(path, page.encode("utf-8", "replace"))
 
@@ -108,7 +102,7 @@ def is_page(path: Path) -> bool:
         return f"<title>{_TITLE}".encode() in file.read(4096)
 
 
-def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = None) -> str:
+def render_page(report: VerifyReport, *, command: str = "") -> str:
     """Render the page as HTML."""
     data = ", ".join(report.data)
     report = report.without_idle()
@@ -127,34 +121,17 @@ def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = 
             f"computed in {report.dtype} on {report.device}",
             f"perplexity of the unquantized model {report.reference.ppl:.5g}",
         ),
-        sections=list(list_sections(report, gate)),
+        sections=list(list_sections(report)),
         provenance=report.provenance,
         facts={"Run": f"{report.duration_s:.0f} s on {report.device}"},
     )
 
 
-def _draw_gauges(report: VerifyReport, gate: Gate) -> Iterator[Figure]:
-    """Draw what the gate judges beside its limits, for every candidate."""
-    ratios = [(gate.pass_at, f"pass up to {gate.pass_at:g}")] * (gate.pass_at > 1)
-    ratios.append((gate.fail_above, f"fail above {gate.fail_above:g}"))
-    most, word = gate.kld_limit
-    for one in report.candidates:
-        ratio, kld = format_ratio(one.ppl_ratio, one.ppl_ratio_se), one.kld_mean
-        title = f"{one.name}: perplexity ratio {ratio}"
-        yield charts.gauge(title, one.verdict, one.ppl_ratio, one.ppl_ratio_se, ratios)
-        if kld is not None:
-            title = f"{one.name}: KLD {format_mean_kld(kld, one.kld_se)}"
-            limit = [(most, f"{word} above {most:.3g}")]
-            yield charts.gauge(title, one.verdict, kld, one.kld_se, limit)
-
-
-def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[PageSection]:
+def list_sections(report: VerifyReport) -> Iterator[PageSection]:
     """List the sections in their order on the page, those without content too."""
     free, names = cycle(charts.STYLES), [one.name for one in report.candidates]
     styles = {name: charts.BASELINE if name == SCALE_ONE else next(free) for name in names}
     hurt = [row for name in names for row in list_unfit(report.list_rows(name))]
-    if gate is not None:
-        yield PageSection(title=f"The {gate.name} gate", figures=list(_draw_gauges(report, gate)))
     yield PageSection(
         title="KLD by sequence and by position",
         lead="A few sequences that lose more than the others are text of another kind. Where KLD "
