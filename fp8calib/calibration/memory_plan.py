@@ -153,7 +153,7 @@ def find_limits(work: Workload, memory_gib: float | None) -> Workload:
     return replace(work, host_bytes=most, host_why=why, process_bytes=process, device_bytes=free)
 
 
-def plan_memory(work: Workload, *, cannot_stream: UsageError | None = None) -> MemoryPlan:
+def plan_memory(work: Workload) -> MemoryPlan:
     """Hold the model whole where it fits, else plan to stream it."""
     host, device = {"process": work.process_bytes + _SLACK_BYTES}, whole_bytes(work)
     room, where = work.device_bytes, "free on the GPU"
@@ -175,8 +175,6 @@ def plan_memory(work: Workload, *, cannot_stream: UsageError | None = None) -> M
             limit_bytes=work.host_bytes,
             device_peak=device,
         )
-    if cannot_stream is not None:
-        raise cannot_stream
     why = work.always_streams or f"streaming layer by layer: the model needs {numbers}"
     return _plan_streamed(work, why)
 

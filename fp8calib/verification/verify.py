@@ -19,7 +19,7 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
 from fp8calib.engines.arithmetic import Numerics
-from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list
+from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import ModelGeometry, Role, Site
 from fp8calib.model.live_model import LiveCheckpoint
@@ -326,13 +326,12 @@ def plan_verification(
     *,
     walks: int = 2,
     always_streams: str = "",
-    cannot_stream: UsageError | None = None,
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
     Hidden states that do not fit into memory go to the folder `scratch`; all layers are read in
     `walks`, of which the noise floor is one. `always_streams` says why the model is streamed in any
-    case, `cannot_stream` is raised where it would be.
+    case.
     """
     if model.is_placed:
         return MemoryPlan()
@@ -363,7 +362,7 @@ def plan_verification(
         walks=walks,
         always_streams=always_streams,
     )
-    return plan_memory(find_limits(work, model.memory), cannot_stream=cannot_stream)
+    return plan_memory(find_limits(work, model.memory))
 
 
 @contextmanager

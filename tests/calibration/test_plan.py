@@ -101,8 +101,6 @@ def test_a_model_larger_than_the_limit_is_not_held_whole(work: Workload) -> None
     large = replace(work, extra={"statistics": 2**30})
     needed = sum(plan_memory(limit(large, 2**34)).peak.values())
     assert not plan_memory(limit(large, needed)).is_streamed
-    with pytest.raises(UsageError, match="as the caller says"):
-        plan_memory(limit(large, needed - 1), cannot_stream=UsageError("as the caller says"))
     streamed = plan_memory(limit(large, needed - EMBEDDING))
     assert streamed.is_streamed
     assert streamed.why.startswith("streaming layer by layer: the model needs ")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.progress import Progress
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import ModelError, UsageError
@@ -91,16 +92,15 @@ def open_servers(
     return replace(plan, warnings=(*plan.warnings, *notes)), servers
 
 
-def explain_streaming(request: ServerRequest) -> UsageError | None:
-    """Say why the model must be in memory whole; None if it need not be."""
-    if not request.sampled or request.reference_server is not None:
-        return None
-    return UsageError(
-        "--sampled: the model does not fit into memory, and a streamed one cannot write: "
-        "every generated token would read all weights again",
-        hint="name an unquantized server that writes (--reference-server), or use a machine "
-        "(or a larger --memory) that holds the model",
-    )
+def require_memory(request: ServerRequest, mode: MemoryPlan) -> None:
+    """Refuse a model that has to write, and is streamed."""
+    if mode.is_streamed and request.sampled and request.reference_server is None:
+        raise UsageError(
+            "--sampled: the model does not fit into memory, and a streamed one cannot write: "
+            "every generated token would read all weights again",
+            hint="name an unquantized server that writes (--reference-server), or use a machine "
+            "(or a larger --memory) that holds the model",
+        )
 
 
 def ask_servers(

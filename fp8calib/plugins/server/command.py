@@ -25,7 +25,7 @@ from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError
 from fp8calib.machine import PeakMemory
 from fp8calib.plugins.server.alone import check_dump, read_dump, report_alone
-from fp8calib.plugins.server.ask import ask_servers, check_text, explain_streaming, open_servers
+from fp8calib.plugins.server.ask import ask_servers, check_text, open_servers, require_memory
 from fp8calib.plugins.server.assess import ServerEvidence, add_server, assess
 from fp8calib.plugins.server.faults import changes_of, has_scaled_kv, list_query_faults
 from fp8calib.plugins.server.request import ServerRequest
@@ -81,11 +81,9 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return _compare_alone(request, asked, servers, reporter)
         try:
             mode = plan_verification(
-                asked,
-                model,
-                Path(request.dump or request.report or "none").absolute().parent,
-                cannot_stream=explain_streaming(request),
+                asked, model, Path(request.dump or request.report or "none").absolute().parent
             )
+            require_memory(request, mode)
         except UsageError as error:
             if not servers or request.reference_server is None:
                 raise

@@ -14,7 +14,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.data.sequences import DataPlan, batches
-from fp8calib.errors import name_ranges
 from fp8calib.numerics.histogram import lower_edge
 from fp8calib.text import Table
 from fp8calib.verification import tables
@@ -22,14 +21,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.page import charts
 from fp8calib.verification.page.charts import Curve, Figure, Point, Style
-from fp8calib.verification.report import (
-    LEAST_DB,
-    SCALE_ONE,
-    LayerResult,
-    RunProvenance,
-    Verdict,
-    VerifyReport,
-)
+from fp8calib.verification.report import LEAST_DB, SCALE_ONE, RunProvenance, Verdict, VerifyReport
 from fp8calib.verification.score import Scores
 from fp8calib.verification.tables import format_kld
 from fp8calib.verification.token_scores import split_sequences
@@ -59,12 +51,11 @@ _HTML = Environment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSection:
-    """Sentences, a table and figures that answer one question."""
+    """A table and figures that answer one question."""
 
     title: str
     lead: str = ""
     """How to read them."""
-    findings: Sequence[str] = ()
     table: Table | None = None
     figures: Sequence[Figure] = ()
     is_folded: bool = False
@@ -144,7 +135,6 @@ def list_sections(report: VerifyReport) -> Iterator[PageSection]:
         title="SQNR by layer",
         lead="The signal to quantization noise ratio: higher is better, 3 dB more is half the "
         "noise. Of several tensors in a layer the worst is shown, of what loses nothing none.",
-        findings=list(_list_losses(report, hurt)),
         figures=[
             _draw_layers(report, role, styles) for role in _ROLES if role in {r.role for r in hurt}
         ],
@@ -198,24 +188,6 @@ def _draw_positions(report: VerifyReport, styles: Mapping[str, Style]) -> list[F
     curves = [charts.kld_curve(one.name, styles[one.name], one.by_position) for one in known]
     x_title = "first position of the range"
     return [charts.place_chart("KLD by position", places, curves, x_title=x_title)] if known else []
-
-
-def _list_losses(report: VerifyReport, hurt: Sequence[LayerResult]) -> Iterator[str]:
-    """Say of each kind of tensor which layers lose, or that nothing is lost."""
-    for role, title in _ROLES.items():
-        dbs = [row.sqnr_db for row in report.layers if row.role == role]
-        layers: dict[str, set[int]] = {}
-        for row in hurt:
-            if row.role == role:
-                layers.setdefault(row.candidate, set()).add(row.layer)
-        if layers:
-            words = (f"{name} does not fit {name_ranges(found)}" for name, found in layers.items())
-            yield f"{title}: {'; '.join(words)}."
-        elif known := [db for db in dbs if db is not None]:
-            ends = f"{min(known):.1f} to {max(known):.1f} dB"
-            yield f"{title}: every scale fits ({ends})."
-        elif dbs:
-            yield f"{title}: nothing is lost."
 
 
 def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -> Figure:
