@@ -32,6 +32,7 @@ from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 from tests.cli.quantized_children import calibrate_base
 from tests.formats.foreign import FOLDER, find_geometry
+from tests.kit.apart import run_apart
 from tests.quantization.by_hand import codes_of, encode, scale_for, to_numpy
 
 ROOT = Path(__file__).parents[1]
@@ -184,43 +185,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-RUN = """
-import json, sys
-from fp8calib.cli import main
-for command in json.loads(sys.argv[1]):
-    try:
-        main(list(map(str, command)))
-    except SystemExit as end:
-        assert not end.code, command
-    print(end="\\0")
-"""
-"""Commands, one after another in a process."""
-
-
 def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
     installed: Path, tmp_path: Path
 ) -> None:
-    def run_programs(*commands: tuple[object, ...]) -> list[str]:
-        shown = subprocess.run(
-            [sys.executable, "-c", RUN, json.dumps(commands, default=str)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert shown.returncode == 0, shown.stderr
-        return shown.stdout.split("\0")
-
     model, acme = FOLDER / "llama", tmp_path / "acme"
     stats = calibrate_base(tmp_path) / "stats.safetensors"
     extract = ("extract-kv-scales", "--model", model, "--quantized-model", acme)
-    export, check, _, extracted, judged, _ = run_programs(
+    found = run_apart(
         ("export", "--help"),
         ("check", "--help"),
         ("export", stats, "--format", "acme", "--out", acme),
         (*extract, "--save-path", tmp_path / "back", "--format", "kv-overlay", "--json"),
         ("check", tmp_path / "back", "--engine", "quill", "--json"),
+        PYTHONPATH=os.pathsep.join([str(installed), str(ROOT)]),
     )
+    assert not [each.err for each in found if each.code]
+    export, check, _, extracted, judged = (each.out for each in found)
     assert "lightllm,lightllm-head,acme." in "".join(export.split())
     assert "transformers,lightllm,quill;defaultvllm,sglang." in "".join(check.split())
     assert json.loads(extracted)["dialect"] == "acme"

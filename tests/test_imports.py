@@ -1,12 +1,9 @@
 """The order of the packages, and the libraries that each of them may import."""
 
 import ast
-import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,45 +11,10 @@ import pytest
 import fp8calib
 from fp8calib import commands
 from tests import zoo
+from tests.kit.apart import HEAVY, SLOW, run_apart, run_code
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8calib"
-MODEL_LIBRARIES = {"transformers", "datasets", "accelerate"}
-COMMANDS = [f"commands.{name}" for name in commands.COMMANDS]
-HEAVY = MODEL_LIBRARIES | {"torch", "numpy", "safetensors", "pydantic"}
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module: who imports it, and whether importing the file is enough to."""
-
-    file: str
-    target: str
-    is_deferred: bool
-
-    @property
-    def package(self) -> str:
-        """The imported distribution's top name."""
-        return self.target.partition(".")[0]
-
-
-def imports_of(path: Path) -> Iterator[Import]:
-    name = path.relative_to(PACKAGE).as_posix()
-    pending: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
-    while pending:
-        node, is_deferred = pending.pop()
-        if isinstance(node, ast.Import):
-            yield from (Import(name, alias.name, is_deferred) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} imports relatively"
-            assert node.module is not None
-            targets = [node.module]
-            if node.module == "fp8calib":
-                targets = [f"fp8calib.{alias.name}" for alias in node.names]
-            yield from (Import(name, target, is_deferred) for target in targets)
-        is_body = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        is_body |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        pending += [(child, is_deferred or is_body) for child in ast.iter_child_nodes(node)]
 
 
 def check_contracts(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -94,60 +56,26 @@ def test_a_planted_import_breaks_the_contract(
     assert f"{broken} BROKEN" in checked.stdout
 
 
-# the file of a command has its result beside its request
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        (["cli"], set[str]()),
-        ([*COMMANDS, "cli"], {"pydantic"}),
+        (["fp8calib"], set[str]()),
+        (["fp8calib.cli"], {"typer"}),
+        # the file of a command has its result beside its request
+        ([f"fp8calib.commands.{name}" for name in commands.COMMANDS], {"typer", "pydantic"}),
     ],
 )
 def test_importing_the_parser_pays_for_nothing_heavy(modules: list[str], allowed: set[str]) -> None:
-    """What `import fp8calib.cli` reaches, deferred imports left out, holds no heavy package."""
-    pending, reached = [*modules], set[str]()
-    heavy: list[Import] = []
-    while pending:
-        module = pending.pop()
-        if module in reached:
-            continue
-        reached.add(module)
-        file = PACKAGE.joinpath(*module.split("."))
-        path = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-        for found in imports_of(path) if path.is_file() else ():
-            if found.is_deferred:
-                continue
-            if found.package == "fp8calib":
-                pending.append(found.target.removeprefix("fp8calib."))
-            elif found.package in HEAVY - allowed:
-                heavy.append(found)
-    assert {"cli.app", "errors", *modules} <= reached
-    assert modules == ["cli"] or "formats.registry" in reached
-    assert heavy == []
-
-
-SLOW = {"compressed_tensors", "torch", "transformers"}
-PROGRAM = f"""
-import json, sys
-from fp8calib.cli import main_inner
-for command in json.loads(sys.argv[1]):
-    main_inner(command)
-    print("imported:", *sorted(sys.modules.keys() & {SLOW}))
-"""
+    out, err = run_code(f"import sys, {', '.join(modules)}; print(*sys.modules.keys() & {HEAVY})")
+    assert set(out.split()) <= allowed
+    assert not err
 
 
 def list_slow(*commands: tuple[object, ...]) -> list[str]:
     """Run commands in one process; give what of `SLOW` is imported after each."""
-    asked = json.dumps([[str(word) for word in command] for command in commands])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
-    return [line.removeprefix("imported:").strip() for line in lines]
+    found = run_apart(*commands)
+    assert not [each.err for each in found if each.code not in {0, 8}]
+    return [" ".join(SLOW.intersection(each.imported)) for each in found]
 
 
 @pytest.fixture(scope="module")

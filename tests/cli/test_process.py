@@ -13,37 +13,12 @@ import pytest
 from fp8calib import __version__
 from tests.cli.conftest import write_rows
 from tests.cli.program import snapshot
+from tests.kit.apart import ENVIRONMENT, run_apart, run_code, start
 from tests.kit.forks import start_fork
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")
-ENVIRONMENT = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
-}
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy")
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
-
-
-def start(*command: object, **variables: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, **{name: str(value) for name, value in variables.items()}},
-        # A shell starts what it sends into the background with SIGINT ignored, and so its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
-
-
-def run_code(code: str, *arguments: object, **variables: object) -> tuple[str, str]:
-    """Run Python code in a process; give what it prints, on stdout and stderr."""
-    out, err = start(sys.executable, "-c", code, *arguments, **variables).communicate(timeout=60)
-    return out, err
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -53,15 +28,9 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_help_does_not_pay_for_heavy_imports() -> None:
-    code = (
-        "import contextlib, sys\nfrom fp8calib.cli import main\n"
-        "for words in ([], ['calibrate'], ['export']):\n"
-        "    with contextlib.suppress(SystemExit):\n        main([*words, '--help'])\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-    )
-    out, err = run_code(code)
-    assert out.count("Usage: fp8calib") == 3
-    assert err == "[]\n"
+    for each in run_apart(["--help"], ["calibrate", "--help"], ["export", "--help"]):
+        assert each.out.startswith("Usage: fp8calib")
+        assert set(each.imported) <= {"pydantic", "typer"}
 
 
 @pytest.mark.parametrize(
@@ -128,12 +97,6 @@ def test_a_full_disk_under_stdout_is_told(model: Path, arguments: list[str]) -> 
 def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
     model: Path, tmp_path: Path
 ) -> None:
-    code = (
-        "import contextlib, sys\nfrom fp8calib.cli import main\n"
-        "for line in sys.argv[1:]:\n"
-        "    with contextlib.suppress(SystemExit):\n        main(line.split('|'))\n"
-        "    print(line, 'torch' in sys.modules)"
-    )
     none = str(tmp_path / "none")
     commands = [
         ["check", none],
@@ -146,13 +109,12 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
         ["extract-kv-scales", "--quantized-model", none, "--model", none, "--out", "out"],
         ["check", str(model)],
     ]
-    arguments = ["|".join(command) for command in commands]
-    out, err = run_code(code, *arguments)
-    assert not [line for line in out.splitlines() if line.endswith("True")]
-    lines = [line for line in err.splitlines() if not line.startswith("hint: ")]
-    missing = lines[: len(commands) - 1]
-    assert all(line.startswith("error: ") and none in line for line in missing), missing
-    assert lines[len(missing)] == "loading libraries"
+    *missing, last = run_apart(*commands)
+    for each in missing:
+        assert each.err.startswith("error: ")
+        assert none in each.err
+    assert last.err.startswith("loading libraries\n")
+    assert "torch" not in last.imported
 
 
 # --- signals that Python swallows ----------------------------------------------------------------

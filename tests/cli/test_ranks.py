@@ -19,7 +19,7 @@ from fp8calib.cli import program
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
-from tests.cli.test_process import start
+from tests.kit.apart import start
 from tests.kit.forks import start_fork
 from tests.kit.minutes import in_minutes
 

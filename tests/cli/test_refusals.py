@@ -10,10 +10,8 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import QUICK
 from tests.cli.places import Places
 from tests.cli.program import fail
+from tests.kit.apart import Apart, run_apart
 from tests.kit.checkpoints import WEIGHTS, change_config, change_quantization, change_tensors
 
 BYTES = {
@@ -29,18 +28,6 @@ BYTES = {
     "digits": b'{"input_ids": [' + b"9" * 5000 + b"]}",
     "nested": b'{"x": ' + b'{"a":' * 700 + b"1" + b"}" * 701,
 }
-_PROGRAM = """
-import contextlib, io, json, sys
-from fp8calib.cli.program import main
-for command in json.load(sys.stdin):
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        try:
-            main(command.split())
-        except SystemExit as leaving:
-            code = leaving.code
-    print(json.dumps([code, "torch" in sys.modules, told.getvalue()]))
-"""
 
 
 class Row(NamedTuple):
@@ -146,24 +133,17 @@ def test_a_command_is_refused(row: Row, places: Places, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def early() -> dict[str, Any]:
-    """Give the exit code of every command, whether torch was imported by then, and the message."""
+def early() -> dict[str, Apart]:
     commands = [row.command for row in EARLY]
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(zip(commands, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(commands, run_apart(*map(str.split, commands)), strict=True))
 
 
 @pytest.mark.parametrize("row", EARLY, ids=lambda row: row.command)
-def test_a_name_is_refused_before_torch_is_imported(early: dict[str, Any], row: Row) -> None:
-    code, has_torch, told = early[row.command]
-    assert (f"{code} early", has_torch) == (row.code, False)
-    error, hinted = told.splitlines()
+def test_a_name_is_refused_before_torch_is_imported(early: dict[str, Apart], row: Row) -> None:
+    found = early[row.command]
+    assert f"{found.code} early" == row.code
+    assert "torch" not in found.imported
+    error, hinted = found.err.splitlines()
     assert row.says[0] in error
     assert row.says[1] in hinted
 

@@ -1,8 +1,6 @@
 """`fp8calib show` on files of strangers: every number as it stands there, or one error."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import QUICK
 from tests.cli.program import fail, run, succeed
+from tests.kit.apart import SLOW, run_apart
 
 
 def test_json_numbers_of_any_size_are_shown(tmp_path: Path) -> None:
@@ -105,16 +104,10 @@ def test_tables_of_statistics_have_every_row(stats: Path) -> None:
 
 
 def test_statistics_are_shown_without_torch(stats: Path) -> None:
-    code = (
-        "import sys\nfrom fp8calib.cli import main_inner\n"
-        "print(main_inner(['show', sys.argv[1], '--json']), file=sys.stderr)\n"
-        "print(sys.modules.keys() & {'torch', 'transformers'}, file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, stats], capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-2:] == ["0", "set()"]
-    assert json.loads(done.stdout) == succeed("show", stats, "--json").json
+    (shown,) = run_apart(("show", stats, "--json"))
+    assert shown.code == 0
+    assert SLOW.isdisjoint(shown.imported)
+    assert json.loads(shown.out) == succeed("show", stats, "--json").json
 
 
 @pytest.mark.parametrize("form", ["kv-scales", "rfc"])
