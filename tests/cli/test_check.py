@@ -1,5 +1,6 @@
 """`fp8calib check`: its contract, our own exports by docs/formats.md, and models of its own."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,19 @@ def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path
         assert (engine["status"], engine["layers"]) == ("unknown", [])
         assert "its layers are not understood" in engine["unknown"][0]
     assert "fp8calib vllm check" in report["engines"]["vllm"]["unknown"][0]
+
+
+@zoo.NEEDS_5_23
+def test_an_engine_that_does_not_know_a_model_says_so_whatever_its_layers_are(
+    tmp_path: Path,
+) -> None:
+    families.save("lfm3", {"layer_types": ["conv", "conv"]}, tmp_path / "model")
+
+    done = run("check", tmp_path / "model")
+
+    assert done.code == 8
+    assert done.out.splitlines()[1] == "vllm 0.33.0: not ok"
+    assert re.search("weights refused: vLLM 0.33 demands .*, but lfm3 needs 5.23", done.out)
 
 
 def test_the_command_that_asks_the_loader_trusts_code_that_the_checkpoint_has(

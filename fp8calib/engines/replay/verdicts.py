@@ -120,7 +120,7 @@ class EngineReport(Frozen):
             return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
         used = sum(layer.ok for layer in self.layers)
         served = f"{self.verdict}, {used} of {len(self.layers)} layers served"
-        if self.status is Status.UNKNOWN:
+        if self.status is Status.UNKNOWN or not self.layers:
             return f"{served} if the engine loads it" if used else self.verdict
         if used == len(self.layers) and not self.ok:  # something else is wrong
             return f"{self.verdict}; KV scales are used in {used} of {used} layers"
@@ -322,7 +322,9 @@ def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
         report = report_alike(geometry, LoadVerdict(status=Status.UNKNOWN, why=refusal.why))
         return report.add(unknown=[refusal.why])
     verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
-    return report_alike(geometry, verdict)
+    report = report_alike(geometry, verdict)
+    # without layers, as of a model that is not understood, the weights have the reason
+    return report if report.layers else report.model_copy(update={"weights": verdict})
 
 
 # --- a fingerprint of KV scales as an engine holds them: a stored cache can be keyed by it --------
