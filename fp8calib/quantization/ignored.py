@@ -28,10 +28,11 @@ _PARTS = (
     ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
     ("a norm", r"(?!norm_attn_norm$).*norm.*|ln_.+"),  # dbrx's holds the attention too
     ("a router", r".*router.*|gate|shared_expert_gate"),
-    (TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
+    (TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm|sam_model|(acoustic|semantic)_tokenizer_.+"),
     (
         _PROJECTOR,
-        r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler|merger|patch_merger|qformer|mlp_AR|"
+        r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler(_model)?|merger|patch_merge(r|_mlp)|"
+        r"qformer|mlp_AR|"
         r"(language|text|modality)_projection|custom_text_proj",
     ),
     # Engines of text do not load these; AutoRound 0.16.1 leaves them (`utils/common.py`,

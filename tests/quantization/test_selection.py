@@ -284,7 +284,9 @@ def test_towers_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> Non
     tensors = make_tensors() | {f"{tower}.weight": random(16, 16, seed=0)}
     source = save(tmp_path / "source", tensors)
     ignored = run(source, tmp_path / "a", "w8a16").config()["ignore"]
-    assert ignored == ["lm_head", "model.embed_tokens", "re:(.*[.]|)vision_tower([.].*|)$"]
+    expression = "re:(.*[.]|)vision_tower([.].*|)$"
+    # vLLM renames the towers of some models in names, not in expressions
+    assert ignored == ["lm_head", "model.embed_tokens", tower, expression]
     from compressed_tensors.utils import match_name  # noqa: PLC0415
 
     for name in (tower, f"model.{tower}", "vision_tower"):

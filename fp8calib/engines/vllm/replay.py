@@ -134,7 +134,7 @@ def replay_vllm(
     report = replay.report(on_gpus=on_gpus)
     if replay.method is None:
         return report
-    if geometry.has_latent_attention:
+    if release.has(_EXPANDING, geometry.model_type):
         report = report.mark(dict.fromkeys(report.slots, _EXPANDED), _EXPANDED_FIX)
     if replay.method is KvMethod.QUARK:
         report = replay.amend_quark(report)
@@ -168,7 +168,12 @@ class _Replay:
         strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
         self._per_head = self._is_compressed and strategy == "attn_head"
         excluded = self._quantization.get("exclude")
-        self._expands = release.has(_EXPANDING, geometry.model_type)
+        # ModelOpt's method alone is for MLAAttention too (`get_quant_method`), whose path ends in
+        # `.attn` in transformers' classes; 0.32.0, run.
+        is_backend = release.has(_BACKEND_PLACES) and not _has_class(geometry, release)
+        self._scales_latents = release.has(_EXPANDING, geometry.model_type) or (
+            is_backend and self.method is KvMethod.MODELOPT
+        )
         self._excluded = excluded if isinstance(excluded, list) else []
         """The list `exclude` of a Quark config."""
         self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
@@ -180,7 +185,7 @@ class _Replay:
         self._places = {
             path: layer.index
             for layer, attention in (() if has_none else geometry.attentions())
-            if attention.kind == "heads" or self._expands
+            if attention.kind == "heads" or self._scales_latents
             for path in (f"{attention.checkpoint_module}.attn",)
             if not any(matches_target(target, path) for target in targets)
         }
@@ -315,7 +320,7 @@ class _Replay:
 
     def _explain_bare(self, attention: Attention) -> tuple[str, str] | None:
         """Say why no scale of a layer is used, and what to do; None where scales are used."""
-        if attention.kind == "latent" and not self._expands:
+        if attention.kind == "latent" and not self._scales_latents:
             why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
             return why, "serve it without scales: latents are cached with 1.0"
         if self.method is None:

@@ -213,10 +213,12 @@ def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
 def _list_excluded(job: ConfigJob) -> list[str]:
     """Name what is not quantized: `ConfigJob.excluded`, with matches under any prefix.
 
-    A tower or projector has one expression for all its linears. Linears in numbered layers also
-    have an expression for the end of their paths. Projections that engines join are also named as
-    one: SGLang asks for `qkv_proj` if the model's class does not say what it joins. No expression
-    has a quantifier after a bracket, because `check` does not evaluate those.
+    A tower or projector also has one expression for all its linears. Their names are needed beside
+    it where an engine calls the tower otherwise: it renames names, not expressions (vLLM 0.32.0
+    models/minicpmv4_6.py). Linears in numbered layers also have an expression for the end of their
+    paths. Projections that engines join are named as one too: SGLang asks for `qkv_proj` if the
+    class does not say what it joins. No expression has a quantifier after a bracket, because
+    `check` does not evaluate those.
     """
     joined = {name_fused_path(module) for module in job.quantized}
     names = [HEAD, *([_DRAFTERS] if job.drafter_modules else [])]
@@ -224,7 +226,7 @@ def _list_excluded(job: ConfigJob) -> list[str]:
     names += (f"re:(model|mtp)[.]layers[.]{layer}[.]" for layer in layers)
     for item in job.unquantized:
         ends = (item.tree,) if item.tree else _add_joined(item.ends, joined)
-        names += () if item.tree else _add_joined(item.linears, joined)
+        names += _add_joined(item.linears, joined)
         # matches the modules whose path ends so, and those inside them
         names += (f"re:(.*[.]|){re.escape(end)}([.].*|)$" for end in ends)
     return list(dict.fromkeys(names))
