@@ -95,6 +95,8 @@ class MemoryPlan:
     limit_bytes: int = 0
     device_peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes on the GPU; empty without one."""
+    models_in_a_batch: int = 1
+    """The unquantized model, and the candidates that run in one batch with it."""
     scratch: Path = Path()
     """Of a streamed model: the folder of the hidden states beyond `hidden_ram_bytes`."""
     scratch_bytes: int = 0
@@ -119,12 +121,18 @@ class MemoryPlan:
             "device_peak_bytes": sum(self.device_peak.values()) or None,
             "scratch_bytes": self.scratch_bytes,
             "scratch_folder": str(self.scratch) if self.scratch_bytes else None,
+            "models_in_a_batch": self.models_in_a_batch if self.models_in_a_batch > 1 else None,
         }
 
     def describe(self) -> Iterator[str]:
         """Describe in a few lines how the model will be run."""
         if self.why:
             yield self.why
+        if self.models_in_a_batch > 1:
+            yield (
+                f"the unquantized model and {self.models_in_a_batch - 1} of the candidates share "
+                "each batch: their figures differ by rounding from those one by one"
+            )
         if not self.is_streamed:
             return
         layers, read = self.num_layers, format_gib(self.read_bytes)

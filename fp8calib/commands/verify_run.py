@@ -160,12 +160,12 @@ def run(
         for note in asked.warnings:
             reporter.warn(note)
         output = Path(request.dump or request.report or "none").absolute()
-        mode = plan_verification(asked, model, output.parent)
+        mode = plan_verification(asked, model, output.parent, may_share=True)
         if request.dry_run:
             return describe_plan(asked, model, mode)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
-        asked = replace(asked, measures_noise=True)
+        asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
         hashes = hash_inputs(model, asked, request, specs)

@@ -21,6 +21,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
+from fp8calib.verification.emulation.shared_batch import SharedHooks, can_share, repeat
 from fp8calib.verification.score_streamed import run_streamed
 from fp8calib.verification.token_scores import (
     Logits,
@@ -62,12 +63,14 @@ def score(
     progress: Progress,
     stage: str = "",
     watched: Sequence[torch.Tensor] | None = None,
+    shares_batch: bool = False,
 ) -> Scores:
     """Score the unquantized model, and candidates by their names, on every batch.
 
     A model that is streamed reads each layer once for all candidates; the scores are the same as
     in memory, bit for bit. `hooks` measure tensors of the unquantized model, whose log-probability
-    of tokens `watched`, [L - 1, W] of each sequence, is kept.
+    of tokens `watched`, [L - 1, W] of each sequence, is kept. A model in memory may share a batch
+    with its candidates of K, V and q if `shares_batch`: scores then differ by rounding.
 
     `progress` hears of the tokens of every model and layer that runs by itself, in a `stage` of its
     own if it has a name.
@@ -104,7 +107,7 @@ def score(
         num_seen, looked_at = len(scored), time.monotonic()
 
     if isinstance(model, PreparedModel):
-        _run_whole(model, models, batches, progress.advance, add)
+        _run_whole(model, models, batches, progress.advance, add, shares_batch=shares_batch)
     else:
         run_streamed(model, models, batches, progress.advance, add, vocab_size)
     look()
@@ -166,6 +169,8 @@ def _run_whole(
     batches: Sequence[Batch],
     advance: Callable[[int], None],
     add: Callable[[Batch, Sequence[torch.Tensor], Logits], None],
+    *,
+    shares_batch: bool,
 ) -> None:
     """Run batches through the unquantized model and its candidates.
 
@@ -177,6 +182,10 @@ def _run_whole(
     candidates = [hooks.candidate for hooks in models]
     if any(candidate.weights for candidate in candidates):
         limit, keeps = find_room(model.model, candidates)
+    together = [[index] for index in range(len(models))]
+    if shares_batch:
+        sharing = [index for index, each in enumerate(candidates) if can_share(each)]
+        together = [sharing, *(alone for alone in together if alone[0] not in sharing)]
     groups: list[list[Batch]] = []  # those of a larger batch than the limit are its own
     tokens = limit + 1
     for batch in batches:
@@ -186,13 +195,16 @@ def _run_whole(
             tokens = batch.input_ids.numel()
         groups[-1].append(batch)
     for group in groups:
-        hidden: list[list[torch.Tensor]] = []
-        for hooks in models:
-            hidden.append([])
+        hidden: list[list[torch.Tensor]] = [[] for _ in models]
+        for chosen in together:
+            own = [models[index] for index in chosen]
+            hooks = SharedHooks(own) if len(own) > 1 else own[0]
             with emulated(model, hooks, decoder=decoder, keeps_originals=keeps) as run:
                 for batch in group:
-                    hidden[-1].append(run(batch))
-                    advance(batch.num_tokens)
+                    after = run(repeat(batch, len(own)) if len(own) > 1 else batch)
+                    for index, rows in zip(chosen, after.chunk(len(own)), strict=True):
+                        hidden[index].append(rows)
+                    advance(batch.num_tokens * len(own))
         if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
             return_freed_memory()
         with open_lm_head(model.model) as logits:

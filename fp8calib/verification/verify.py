@@ -14,7 +14,13 @@ from typing import Any, Literal
 import torch
 
 from fp8calib.calibration.job import RunModel
-from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
+from fp8calib.calibration.memory_plan import (
+    MemoryPlan,
+    Workload,
+    find_limits,
+    plan_memory,
+    whole_bytes,
+)
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
@@ -30,6 +36,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.probabilities import attending_bytes
+from fp8calib.verification.emulation.shared_batch import can_share, repeat
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import assess_need, describe_damage, list_losing
 from fp8calib.verification.judge.gates import GATES, Gate, judge
@@ -90,7 +97,8 @@ class Verification:
     others: tuple[Candidate, ...] = ()
     """Scored beside the candidates, under other names; not in the report."""
     watched: Sequence[torch.Tensor] | None = None
-    """Passed to `score`."""
+    """Passed to `score`, as is the next."""
+    shares_batch: bool = False
     measures_noise: bool = False
     """Whether the unquantized model runs again, in batches of another size."""
     opened: tuple[Candidate, ...] = ()
@@ -126,6 +134,7 @@ def run_verification(
                 progress=progress,
                 stage="verifying",
                 watched=asked.watched,
+                shares_batch=asked.shares_batch,
             )
             break
         except (ModelError, VerificationError) as error:  # the rest is compared without it
@@ -326,12 +335,13 @@ def plan_verification(
     *,
     walks: int = 2,
     always_streams: str = "",
+    may_share: bool = False,
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
     Hidden states that do not fit into memory go to the folder `scratch`; all layers are read in
     `walks`, of which the noise floor is one. `always_streams` says why the model is streamed in any
-    case.
+    case. Where a GPU has room, candidates `may_share` a batch with the unquantized model.
     """
     if model.is_placed:
         return MemoryPlan()
@@ -362,7 +372,16 @@ def plan_verification(
         walks=walks,
         always_streams=always_streams,
     )
-    return plan_memory(find_limits(work, model.memory))
+    work = find_limits(work, model.memory)
+    plan = plan_memory(work)
+    count = 1 + sum(map(can_share, scored))
+    is_text = all(batch.media is None for batch in text)
+    is_on_gpu = work.device_bytes is not None and not plan.is_streamed
+    if not (may_share and is_text and is_on_gpu) or count == 1:
+        return plan
+    repeated = replace(work, batches=[repeat(batch, count) for batch in text])
+    has_room = sum(whole_bytes(repeated).values()) <= (work.device_bytes or 0)
+    return replace(plan_memory(repeated), models_in_a_batch=count) if has_room else plan
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -201,6 +202,36 @@ def test_figures_of_a_gpu_are_those_of_the_cpu(
     with gpus(), streamed() if mode == "streamed" else nullcontext():
         gpu = succeed(*command, "--device", "cuda")
     require_same_figures(cpu, gpu)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a real GPU has room for all")
+def test_candidates_share_a_batch_where_memory_allows(tmp_path: Path, rows: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    succeed(*calibration(tmp_path, rows), "--device", "cpu", "--out", tmp_path / "cpu")
+    command = ("verify", tmp_path / "model", "--data", rows, *SIZE, "--batch-size", 2)
+    given = tmp_path / "cpu" / "stats.safetensors"
+    command = (*command, "--engine", "reference", "--scales", given)
+    cpu = succeed(*command, "--device", "cpu", "--json")
+    assert cpu.json["memory"]["models_in_a_batch"] is None
+    with gpus():
+        both = succeed(*command, "--device", "cuda", "--json")
+        assert both.json["memory"]["models_in_a_batch"] == 3
+        assert both.json["hashes"] == cpu.json["hashes"]  # on a GPU beside the passes
+        assert "2 of the candidates share each batch: their figures differ by rounding" in both.err
+        room = both.json["memory"]["device_peak_bytes"] - 1
+        find = memory_plan.find_limits
+
+        def find_less(work: memory_plan.Workload, given: float | None) -> memory_plan.Workload:
+            return replace(find(work, given), device_bytes=room)
+
+        with mock.patch("fp8calib.verification.verify.find_limits", find_less):
+            alone = succeed(*command, "--device", "cuda", "--json")
+    assert alone.json["memory"]["models_in_a_batch"] is None
+    assert not alone.json["memory"]["streamed"]
+    assert alone.json["memory"]["device_peak_bytes"] < both.json["memory"]["device_peak_bytes"]
+    for found in (both, alone):
+        for here, there in zip(found.json["candidates"], cpu.json["candidates"], strict=True):
+            assert here["kld_mean"] == pytest.approx(there["kld_mean"], rel=1e-3)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="accelerate spreads no model that fits one real GPU")

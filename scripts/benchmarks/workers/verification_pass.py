@@ -42,6 +42,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
                 *(setup.prepared, [candidate], list(batches(setup.plan, 1))),
                 progress=PythonReporter(None),
                 stage="verifying",
+                shares_batch=device != "cpu",  # of this size, as the command does
             )
         prepared = {name: (lambda run=run: run) for name, run in runs.items()}
         print_seconds(prepared, rounds=rounds, device=device)
