@@ -236,8 +236,7 @@ def _chosen(*, has_kernels: bool) -> Iterator[None]:
         return has_kernels and device.type == "cuda"
 
     with (
-        mock.patch.object(reductions, "has_reduction_kernel", has_kernel),
-        mock.patch.object(reductions, "has_experts_kernel", has_kernel),
+        mock.patch.object(reductions, "has_kernel", lambda _, device: has_kernel(device)),
         mock.patch.object(emulate, "has_emulation_kernel", has_kernel),
         mock.patch.object(emulate, "has_probability_kernel", has_kernel),
         mock.patch.object(probabilities, "has_probability_kernel", has_kernel),

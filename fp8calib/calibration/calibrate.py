@@ -200,9 +200,8 @@ class _Run:
         has_experts = observe.inputs and any(linear.num_experts for _, linear in linears)
         # before the batches, as the host waits for a trial
         for device in {self._decoder.device, *gpus_of(prepared.model)}:
-            reductions.has_reduction_kernel(device)
-            if has_experts:
-                reductions.has_experts_kernel(device)
+            for name in ("reduce_heads", "reduce_experts")[: 1 + has_experts]:
+                reductions.has_kernel(name, device)
         self._checked_at = time.monotonic()
         return open_hooks(
             *(prepared.model, prepared.geometry, self._recorder),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def reduce_tokens(
     `token_stride`; 0 counts none.
     """
     is_whole = x.shape[2] == batch.shape[1]
-    if is_whole and has_reduction_kernel(x.device):
+    if is_whole and has_kernel("reduce_heads", x.device):
         reduced: SiteStats = _kernels().reduce_heads(batch, x, num_heads, token_stride)
         return reduced
     counted = x
@@ -108,7 +108,7 @@ def observe_expert_down(
     Of each expert `block` channels share an amax.
     """
     experts, order = torch.sort(index.flatten())
-    if has_experts_kernel(rows.device):
+    if has_kernel("reduce_experts", rows.device):
         sizes = index.shape[1], num_experts, block
         reduced: SiteStats = _kernels().reduce_experts(batch, rows, experts, order, *sizes)
         return reduced
@@ -142,41 +142,30 @@ def _kernels() -> Any:
 
 
 @cache
-def has_reduction_kernel(device: torch.device) -> bool:
-    """Whether heads and inputs of a device are reduced by the kernel."""
-    return device.type == "cuda" and is_trusted(device, *make_trial(device))
+def has_kernel(name: str, device: torch.device) -> bool:
+    """Whether `reduce_heads` or `reduce_experts` of a device is the kernel of this name."""
+    return device.type == "cuda" and is_trusted(device, *make_trial(name, device))
 
 
-@cache
-def has_experts_kernel(device: torch.device) -> bool:
-    """Whether inputs of down of a device's experts are reduced by the kernel."""
-    return device.type == "cuda" and is_trusted(device, *make_experts_trial(device))
-
-
-def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
-    """Make reductions of a padded batch by the kernel on a device, and by torch on the CPU."""
-    batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
-    x = torch.randn(2, 3, 600, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    return (
-        lambda: _kernels().reduce_heads(batch, x.to(device), 3, 1).tensors,
-        lambda: reduce_tokens(batch, x, 3, 1).tensors,
-    )
-
-
-def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
-    """Make reductions of inputs of down by the kernel on a device, and by torch on the CPU."""
+def make_trial(
+    name: str, device: torch.device
+) -> tuple[Callable[[], Results], Callable[[], Results]]:
+    """Make reductions of a padded batch by a kernel on a device, and by torch on the CPU."""
     batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
     numbers = torch.Generator().manual_seed(0)
-    rows = torch.randn(2400, 40, generator=numbers).to(torch.bfloat16)
-    index = torch.rand(1200, 40, generator=numbers).topk(2).indices
-    given = [rows, *torch.sort(index.flatten())]
-    return (
-        lambda: (
-            _kernels()
-            .reduce_experts(
-                batch, *(x.to(device) for x in given), num_routed=2, num_experts=41, block=20
-            )
-            .tensors
-        ),
-        lambda: observe_expert_down(batch, rows, index, 41, 20).tensors,
-    )
+    if name == "reduce_heads":
+        given = [torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16)]
+        arguments: tuple[int, ...] = (3, 1)
+        by_torch = partial(reduce_tokens, batch, given[0], 3, 1)
+    else:
+        rows = torch.randn(2400, 40, generator=numbers).to(torch.bfloat16)
+        index = torch.rand(1200, 40, generator=numbers).topk(2).indices
+        given, arguments = [rows, *torch.sort(index.flatten())], (2, 41, 20)
+        by_torch = partial(observe_expert_down, batch, rows, index, 41, 20)
+
+    def by_kernel() -> Results:
+        reduce = getattr(_kernels(), name)
+        tensors: Results = reduce(batch, *(x.to(device) for x in given), *arguments).tensors
+        return tensors
+
+    return by_kernel, lambda: by_torch().tensors

@@ -72,7 +72,7 @@ def both(observe: Any, *arguments: Any) -> tuple[SiteStats, SiteStats]:
     """Reduce by the kernel and by torch."""
     answers = []
     for has_kernel in (True, False):
-        with mock.patch.object(reductions, "has_reduction_kernel", return_value=has_kernel):
+        with mock.patch.object(reductions, "has_kernel", return_value=has_kernel):
             answers.append(observe(*arguments))
     return answers[0], answers[1]
 
@@ -144,7 +144,7 @@ def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
     length = 130 if has_kernel and not HAS_MINUTES else 514
     x = torch.randn(9, 2, length, 8, generator=numbers).to(DEVICE, torch.bfloat16)
     answers = []
-    with mock.patch.object(reductions, "has_reduction_kernel", return_value=has_kernel):
+    with mock.patch.object(reductions, "has_kernel", return_value=has_kernel):
         for size in (9, 4):
             joined: dict[str, torch.Tensor] = {}
             for first in range(0, 9, size):
@@ -171,30 +171,29 @@ def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
         assert all(torch.equal(other[name], each) for name, each in answers[0].items())
 
 
-@pytest.mark.parametrize("make", [reductions.make_trial, reductions.make_experts_trial])
+@pytest.mark.parametrize("name", ["reduce_heads", "reduce_experts"])
 def test_a_kernel_that_fails_or_differs_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, make: Any
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
-    trial = make(torch.device(DEVICE))
+    trial = reductions.make_trial(name, torch.device(DEVICE))
     assert agree(*trial)
     monkeypatch.setattr(kernels, "launch", fail)
     with pytest.warns(UserWarning, match="a kernel is not used: no compiler"):
         assert not agree(*trial)
     monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="amax, .*positions, .* differ from torch's"):
-        assert not agree(*make(torch.device(DEVICE)))
-    assert not reductions.has_reduction_kernel(torch.device("cpu"))
-    assert not reductions.has_experts_kernel(torch.device("cpu"))
+        assert not agree(*reductions.make_trial(name, torch.device(DEVICE)))
+    assert not reductions.has_kernel(name, torch.device("cpu"))
 
 
 def test_a_kernel_is_not_given_up_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    trial = reductions.make_trial(torch.device(DEVICE))
+    trial = reductions.make_trial("reduce_heads", torch.device(DEVICE))
     monkeypatch.setattr(kernels, "launch", fail)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         agree(*trial)

@@ -137,15 +137,14 @@ def test_kernels_that_a_model_needs_are_tried_before_the_batches(
     seen: list[str] = []
     begin_batch = Recorder.begin_batch
     with gpu(), opened(tmp_path / "model", device="cuda:0") as subject:
-        for name in ("has_reduction_kernel", "has_experts_kernel"):
-            monkeypatch.setattr(reductions, name, lambda _, name=name: seen.append(name))
+        monkeypatch.setattr(reductions, "has_kernel", lambda name, _: seen.append(name))
         monkeypatch.setattr(
             Recorder,
             "begin_batch",
             lambda recorder, batch: (seen.append("batch"), begin_batch(recorder, batch)),
         )
         subject.calibrate(batch_size=4)
-    trials = ["has_reduction_kernel", "has_experts_kernel"][:tried]
+    trials = ["reduce_heads", "reduce_experts"][:tried]
     assert seen[: tried + 1] == [*trials, "batch"]
     assert {*seen} == {*trials, "batch"}
 
