@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from fp8calib.engines.registry import DEFAULT_ENGINES, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
-from fp8calib.errors import ExportError, Fp8CalibError, format_ranges
+from fp8calib.errors import ExportError, Fp8CalibError, name_ranges
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.geometry import ModelGeometry
 
@@ -42,20 +42,17 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
     """
     folder = open_folder(written)
     faults: dict[str, str] = {}
-    for name in DEFAULT_ENGINES:
-        engine = find_replayed(name)
+    for engine in map(find_replayed, DEFAULT_ENGINES):
         assert engine.replay_folder is not None  # noqa: S101 -- the default engines have one
         try:
-            report = engine.replay_folder(folder, geometry, 1)
+            slots = engine.replay_folder(folder, geometry, 1).slots.values()
         except Refusal as refusal:
             faults[engine.release] = refusal.why
             continue
-        fault = next(
-            (each.why for each in report.slots.values() if each.status is not Status.USED), None
-        )
-        if fault is None:
+        unused = [each.why for each in slots if each.status is not Status.USED]
+        if not unused:
             return
-        faults[engine.release] = fault
+        faults[engine.release] = unused[0]
     reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
     has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
     raise ExportError(
@@ -97,45 +94,34 @@ def finish_checkpoint(
     `check` no engine is asked. `plain_caches` are the layers whose KV cache stays in 16 bits, and
     `stats` are those that `check --stats` gets.
     """
-    checked: tuple[WrittenCheck, ...] = ()
-    if check and path not in _NO_OVERLAY:
-        checked = tuple(_check(written / path, target / path, path, plain_caches, stats))
+    asks, why_unknown, checked = check and path not in _NO_OVERLAY, "", list[WrittenCheck]()
+    try:
+        found = replay_path(CheckRequest(written / path, stats=stats)) if asks else {}
+    except Fp8CalibError as error:
+        found, why_unknown = {}, error.message
+    for engine in map(find_replayed, DEFAULT_ENGINES if asks else ()):
+        report, command = found.get(engine.key), ""
+        verdict = report.verdict if report else "unknown"
+        summary = f"{verdict}: {report.fault if report else why_unknown}"
+        if report and plain_caches and not engine.skip_flag:
+            verdict = "not ok" if report.ok else report.verdict
+            layers = name_ranges(plain_caches)
+            summary = f"{verdict}: it cannot leave the KV cache of {layers} in 16 bits"
+        elif report and report.ok:
+            summary = report.summary
+            command = engine.spell_launch(
+                str(target / path), has_kv=report.asks_for_kv, plain_caches=plain_caches
+            )
+        checked.append(
+            WrittenCheck(
+                path=path,
+                engine=engine.release,
+                verdict=verdict,
+                summary=summary,
+                command=command,
+            )
+        )
     commands = [each.command for each in checked if each.command]
     name = (target / path).resolve().name
     write_card(written / path, name, scheme, model, revision=revision, commands=commands)
-    return checked
-
-
-def _check(
-    written: Path,
-    target: Path,
-    path: str,
-    plain_caches: Sequence[int],
-    stats: RunStats | None,
-) -> Iterator[WrittenCheck]:
-    """Say what the default engines do with a checkpoint."""
-    engines = list(map(find_replayed, DEFAULT_ENGINES))
-    try:
-        found = replay_path(CheckRequest(written, stats=stats))
-    except Fp8CalibError as error:
-        unknown = {"verdict": "unknown", "summary": f"unknown: {error.message}", "command": ""}
-        for engine in engines:
-            yield WrittenCheck(path=path, engine=engine.release, **unknown)
-        return
-    for engine in engines:
-        report = found[engine.key]
-        why, command = report.fault, ""
-        if plain_caches and not engine.skip_flag:
-            layers = format_ranges(plain_caches)
-            why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
-        verdict = "not ok" if report.ok and why else report.verdict
-        if verdict == "ok":
-            has_kv = report.asks_for_kv
-            command = engine.spell_launch(str(target), has_kv=has_kv, plain_caches=plain_caches)
-        yield WrittenCheck(
-            path=path,
-            engine=engine.release,
-            verdict=verdict,
-            summary=report.summary if verdict == "ok" else f"{verdict}: {why}",
-            command=command,
-        )
+    return tuple(checked)

@@ -17,6 +17,7 @@ from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.geometry import Frozen, ModelGeometry
+from fp8calib.numerics.rules import PLAIN_RULES
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line
@@ -206,11 +207,13 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.commands.stats import read_stats
 
         stats, inputs = read_stats(request.stats)
-        stats = stats if recipe.observe.kv else stats.without_kv()
+        if recipe and not recipe.observe.kv:
+            stats = stats.without_kv()
+    rules = recipe.scales.choice if recipe else PLAIN_RULES
     with saved_model(request.model, out, request.tokenizer) as model:
         folder = find_folder(model, request.revision)
         with Checkpoint.open(folder) as checkpoint:
-            plan, notes = plan_checkpoint(checkpoint, settings, stats, recipe.scales.choice)
+            plan, notes = plan_checkpoint(checkpoint, settings, stats, rules)
             geometry = None
             if not request.allow_unservable:
                 note, geometry = require_servable(plan, folder)
@@ -244,30 +247,30 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
 def open_settings(
     request: QuantizeRequest, *, measures_inputs: bool = True
-) -> tuple[PlanSettings, Recipe]:
+) -> tuple[PlanSettings, Recipe | None]:
     """Make the settings of a request, which leaves the rest to the recipe that it names, if any.
 
     `measures_inputs` tells whether the scales of static inputs are known, or will be.
     """
-    from fp8calib.commands.recipe import Quantize, Recipe, load_recipe
     from fp8calib.quantization.settings import make_settings
 
+    recipe, asked = None, None
     if request.names_recipe:
+        from fp8calib.commands.recipe import load_recipe
+
         recipe = load_recipe(request.scheme)
-    else:
-        recipe = Recipe(name="quantize", quantize=Quantize(scheme=find_scheme(request.scheme).name))
-    if (asked := recipe.quantize) is None:
-        raise RecipeError(
-            f"{request.scheme}: it has no section quantize",
-            hint="name a scheme, or a recipe that writes a checkpoint",
-        )
+        if (asked := recipe.quantize) is None:
+            raise RecipeError(
+                f"{request.scheme}: it has no section quantize",
+                hint="name a scheme, or a recipe that writes a checkpoint",
+            )
     settings = make_settings(
-        asked.scheme,
-        request.layer_schemes or asked.layer_schemes,
-        request.ignore or asked.ignore,
+        asked.scheme if asked else request.scheme,
+        request.layer_schemes or (asked.layer_schemes if asked else None),
+        request.ignore or (asked.ignore if asked else None),
         dialect=request.dialect,
         drafters=request.drafters,
-        plain_caches=asked.kv_cache_dtype_skip_layers,
+        plain_caches=asked.kv_cache_dtype_skip_layers if asked else (),
         measures_inputs=measures_inputs,
     )
     return settings, recipe

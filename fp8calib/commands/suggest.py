@@ -20,6 +20,8 @@ from fp8calib.verification.report import VerifyReport
 def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
     """Spell the command that helps most; empty where none does. `gates` are by name."""
     model, candidate = request.spell_model(report.model), Path(report.decision.candidate)
+    # for commands that run no code of the model
+    stored = replace(request, trust_remote_code=False).spell_model(report.model)
     named = shlex.quote(report.decision.candidate)
     stats = candidate / STATS_NAME if candidate.is_dir() else candidate
     if report.decision.remedy == "scale-query" and not is_stats_file(stats):
@@ -30,7 +32,7 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
         case "calibrate":
             command = f"fp8calib calibrate {model}"
         case "scale-query" if is_stats_file(stats):
-            target = f"--model {_spell_stored(report, request)} --out {named}-query"
+            target = f"--model {stored} --out {named}-query"
             options = f"--format kv-overlay --query-scale yes {target}"
             command = f"fp8calib export {shlex.quote(str(stats))} {options}"
         case "scale-query":
@@ -42,9 +44,17 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
         case "find-layers":
             command = _plan(report, request, gates)
         case "use" if request.scheme is not None:
-            command = _quantize(report, request, request.scheme, stats)
-        case "serve" | "use":
-            command = _serve(report, request)
+            out = shlex.quote(f"{Path(report.model).name}-{request.scheme}")
+            options = f" --stats {shlex.quote(str(stats))}" if is_stats_file(stats) else ""
+            command = f"fp8calib quantize {stored} --scheme {request.scheme}{options} --out {out}"
+        case "serve":
+            command = spell_server(report.model, request, revision=request.revision)
+        case "use":  # a checkpoint, or calibrate's overlay
+            folders = (candidate / "kv-overlay", candidate)
+            found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
+            rows = report.list_rows(report.decision.candidate)
+            has_kv = any(row.role == "k" for row in rows)
+            command = "" if found is None else spell_server(str(found), request, has_kv=has_kv)
     return command
 
 
@@ -78,29 +88,6 @@ def _spell_text(request: VerifyRequest) -> str:
     if request.seq_len is not None:
         words += ["--seq-len", str(request.seq_len)]
     return shlex.join(words + ["--no-pack"] * (not request.pack))
-
-
-def _quantize(report: VerifyReport, request: VerifyRequest, scheme: str, stats: Path) -> str:
-    options = f" --stats {shlex.quote(str(stats))}" if is_stats_file(stats) else ""
-    out = shlex.quote(f"{Path(report.model).name}-{scheme}")
-    model = _spell_stored(report, request)
-    return f"fp8calib quantize {model} --scheme {scheme}{options} --out {out}"
-
-
-def _spell_stored(report: VerifyReport, request: VerifyRequest) -> str:
-    """Spell the model for a command that runs no code of it."""
-    return replace(request, trust_remote_code=False).spell_model(report.model)
-
-
-def _serve(report: VerifyReport, request: VerifyRequest) -> str:
-    """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
-    if report.decision.remedy == "serve":
-        return spell_server(report.model, request, revision=request.revision)
-    candidate = Path(report.decision.candidate)
-    folders = (candidate / "kv-overlay", candidate)
-    found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
-    roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
-    return "" if found is None else spell_server(str(found), request, has_kv="k" in roles)
 
 
 def spell_server(

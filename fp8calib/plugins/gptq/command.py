@@ -40,7 +40,7 @@ from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
 from fp8calib.model.prepared import UnfilledModelError
-from fp8calib.numerics.rules import ScaleRules
+from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration, round_block_scales
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
@@ -109,7 +109,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
 
         def plan(measured: RunStats | None) -> QuantizePlan:
             return _plan_checkpoint(
-                *(job, settings, selection, recipe.scales.choice),
+                *(job, settings, selection, recipe.scales.choice if recipe else PLAIN_RULES),
                 given=stats,
                 measured=measured,
                 static=static,
