@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,7 +90,10 @@ class _Command(TyperCommand):
             is_argument = each.param_type_name == "argument"
             title = "Arguments" if is_argument else place.get(each.name or "", "Options")
             if (row := each.get_help_record(ctx)) is not None:
-                rows[title].append((_leave_out_aliases(each.opts, row[0]), row[1]))
+                term = row[0]
+                for alias in [flag for flag in each.opts if flag.startswith("--")][1:]:
+                    term = term.replace(f", {alias}", "")
+                rows[title].append((term, row[1]))
         formatter.write("\n")
         width = formatter.width + 2  # click leaves two columns free
         compares = not _COMPARED.isdisjoint(each.name for each in params)
@@ -100,14 +103,6 @@ class _Command(TyperCommand):
                 formatter.write(f"{'Candidates' if is_about_candidates else title}:\n")
                 for term, text in found:
                     formatter.write(_format_row(term, text, width))
-
-
-def _leave_out_aliases(flags: Sequence[str], term: str) -> str:
-    """Leave out all long spellings but the first."""
-    long = [flag for flag in flags if flag.startswith("--")]
-    for alias in long[1:]:
-        term = term.replace(f", {alias}", "")
-    return term
 
 
 _TERM_WIDTH = 24

@@ -37,7 +37,7 @@ from fp8calib.commands.check_written import finish_formats
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import hash_run
 from fp8calib.commands.model import open_run_model, plan_text
-from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
+from fp8calib.commands.model_folder import saved_model
 from fp8calib.commands.recipe import (
     Quantize,
     Recipe,
@@ -105,8 +105,9 @@ def run(
         model = stack.enter_context(opened)
         needs_files = recipe.quantize or any(find_dialect(e).needs_model for e in recipe.formats)
         if model.is_live and needs_files and out is not None:
-            folder = Path(stack.enter_context(saved_model(request.model, out, request.tokenizer)))
-            model = replace(model, checkpoint=stack.enter_context(Checkpoint.open(folder)))
+            saved = saved_model(request.model, out, request.tokenizer, warn=reporter.warn)
+            checkpoint = Checkpoint.open(Path(stack.enter_context(saved)))
+            model = replace(model, checkpoint=stack.enter_context(checkpoint))
         _check_formats(request, recipe, model)
         if out is not None:
             _check_outputs(request, recipe, model, out, reporter)
@@ -147,8 +148,7 @@ def run(
             reporter.warn(warning)
         result = _run(job, recipe, request, reporter)
         if isinstance(result, CalibrateResult) and not result.was_finished:
-            missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
-            for warning in dict.fromkeys((*result.warnings, *missing)):
+            for warning in dict.fromkeys(result.warnings):
                 if warning not in (*told, result.failure):
                     reporter.warn(warning)
         return result
@@ -354,7 +354,7 @@ def _write_outputs(
             warnings = [failure]
     if checkpoint is not None:
         name = checkpoint.out.name
-        warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *checkpoint.describe_dead())]
+        warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *map(str, checkpoint.dead))]
         checked = (*checked, *checkpoint.checked)
         checkpoint = checkpoint.model_copy(update={"checked": ()})
     work = (NAME_PREFIX, PROGRESS_NAME)

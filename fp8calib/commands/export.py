@@ -105,21 +105,22 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
     with slow_imports():
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.model_folder import saved_model, warn_of_tokenizer
+        from fp8calib.commands.model_folder import saved_model
         from fp8calib.commands.stats import join_stats
         from fp8calib.formats.write import check_export
         from fp8calib.numerics.formats import FP8_FORMATS
     stats, inputs, shards = join_stats(request.stats)
     recipe = _make_recipe(request, is_joined=bool(shards))
     check_export(stats.geometry, recipe.formats, recipe.tp, FP8_FORMATS[recipe.scales.fp8_dtype])
+    source, missing = None, list[str]()
     with ExitStack() as stack:
-        source = None
         if request.model is not None:
-            saved = saved_model(request.model, Path(request.out), request.tokenizer)
+            makes_checkpoint = any(find_dialect(each).needs_model for each in recipe.formats)
+            warn = missing.append if makes_checkpoint else None
+            saved = saved_model(request.model, Path(request.out), request.tokenizer, warn=warn)
             folder = find_folder(stack.enter_context(saved), request.revision)
             source = stack.enter_context(Checkpoint.open(folder))
         result = _write(request, recipe, stats, source, inputs, shards)
-    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     result = result.model_copy(update={"warnings": (*result.warnings, *missing)})
     for text in result.warnings:
         reporter.warn(text)

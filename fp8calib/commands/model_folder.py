@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.options import Model
 from fp8calib.errors import Fp8CalibError
 
 
-def warn_of_tokenizer(model: Model | None, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
-    """Warn of a checkpoint without a tokenizer, written from a model in memory."""
-    if isinstance(model, str | Path | None) or tokenizer is not None:
-        return
-    if any(Path(name).name == CONFIG_NAME for name in files):
-        yield "no tokenizer is written, which engines need: pass tokenizer=..."
-
-
 @contextmanager
-def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str]:
+def saved_model(
+    model: Model, near: Path, tokenizer: Any = None, *, warn: Callable[[str], None] | None = None
+) -> Iterator[str]:
     """Give the path of a model; one in memory is written to a temporary folder beside `near`.
 
-    Errors name such a model by its class, not by that folder.
+    Errors name such a model by its class, not by that folder. Where a checkpoint is made of it,
+    `warn` hears that the tokenizer is missing.
     """
     if isinstance(model, str | Path):
         yield str(model)
         return
+    if tokenizer is None and warn is not None:
+        warn("no tokenizer is written, which engines need: pass tokenizer=...")
     from fp8calib.model.live_model import borrowed, check_live_model
 
     check_live_model(model)

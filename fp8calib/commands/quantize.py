@@ -49,13 +49,8 @@ def _read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
         pattern, _, scheme = text.rpartition("=")
         if not pattern or not scheme:
             raise UsageError(f"--layer-scheme {text}: must be PATTERN=SCHEME")
-        found[pattern] = scheme
+        found[pattern] = find_scheme(scheme, option=f"--layer-scheme {scheme}").name
     return found
-
-
-def _check_layer_schemes(by_pattern: Mapping[str, str]) -> None:
-    for name in by_pattern.values():
-        find_scheme(name, option=f"--layer-scheme {name}")
 
 
 @request_class
@@ -86,7 +81,6 @@ class QuantizeRequest:
         "Another scheme by patterns as of --ignore; repeat: the first match counts.",
         reads=list[str],
         collect=_read_layer_schemes,
-        check=_check_layer_schemes,
         default=None,
     )
     ignore: Sequence[str] | None = option(
@@ -170,13 +164,6 @@ class QuantizeResult(Result):
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
 
-    def describe_dead(self) -> tuple[str, ...]:
-        """Describe the weights with scales that cover zeros alone."""
-        return tuple(
-            f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
-            for each in self.dead
-        )
-
 
 # --- the run --------------------------------------------------------------------------------------
 
@@ -210,7 +197,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         if recipe and not recipe.observe.kv:
             stats = stats.without_kv()
     rules = recipe.scales.choice if recipe else PLAIN_RULES
-    with saved_model(request.model, out, request.tokenizer) as model:
+    with saved_model(request.model, out, request.tokenizer, warn=reporter.warn) as model:
         folder = find_folder(model, request.revision)
         with Checkpoint.open(folder) as checkpoint:
             plan, notes = plan_checkpoint(checkpoint, settings, stats, rules)
@@ -241,7 +228,8 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 geometry=geometry,
                 notes=notes,
             )
-    warn_of_quantized(result, request, reporter)
+    for text in (*result.notes, *map(str, result.dead)):
+        reporter.warn(text)
     return result
 
 
@@ -274,15 +262,6 @@ def open_settings(
         measures_inputs=measures_inputs,
     )
     return settings, recipe
-
-
-def warn_of_quantized(result: QuantizeResult, request: QuantizeRequest, reporter: Reporter) -> None:
-    """Warn of what a user should know about a written checkpoint."""
-    from fp8calib.commands.model_folder import warn_of_tokenizer
-
-    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
-    for text in (*result.notes, *result.describe_dead(), *missing):
-        reporter.warn(text)
 
 
 def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:

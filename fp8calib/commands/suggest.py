@@ -70,24 +70,19 @@ def _plan(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate
     limit = f"--max-ratio {gate.pass_at:g}"
     if gate.kld_fail_above:
         limit = f"--max-kld {gate.kld_fail_above:g}"
-    words = ("fp8calib plan", request.spell_model(report.model), parts, limit, _spell_text(request))
-    return " ".join(filter(None, words))
-
-
-def _spell_text(request: VerifyRequest) -> str:
-    """Spell the options that give the run's text, where a command line can."""
+    words = ["fp8calib plan", request.spell_model(report.model), parts, limit]
     given = [] if request.data is None else request.data
     given = [given] if isinstance(given, str | Path) else list(given)
-    if not all(isinstance(spec, str | Path) for spec in given):
-        return ""
-    words = [word for spec in given for word in ("--data", str(spec))]
-    if request.text_column is not None:
-        words += ["--text-column", request.text_column]
-    if request.samples != VerifyRequest.samples:
-        words += ["--samples", str(request.samples)]
-    if request.seq_len is not None:
-        words += ["--seq-len", str(request.seq_len)]
-    return shlex.join(words + ["--no-pack"] * (not request.pack))
+    if all(isinstance(spec, str | Path) for spec in given):  # a command line can give the text
+        text = [word for spec in given for word in ("--data", str(spec))]
+        if request.text_column is not None:
+            text += ["--text-column", request.text_column]
+        if request.samples != VerifyRequest.samples:
+            text += ["--samples", str(request.samples)]
+        if request.seq_len is not None:
+            text += ["--seq-len", str(request.seq_len)]
+        words += [shlex.join(text + ["--no-pack"] * (not request.pack))]
+    return " ".join(filter(None, words))
 
 
 def spell_server(

@@ -60,3 +60,6 @@ class AllZeroWeight:
     count: int
     """How many of its scales cover only zeros."""
     total: int
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: all zeros in {self.count} of {self.total} of its scales"

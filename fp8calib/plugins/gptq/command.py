@@ -28,7 +28,6 @@ from fp8calib.commands.quantize import (
     finish_quantized,
     list_layer_schemes,
     open_settings,
-    warn_of_quantized,
 )
 from fp8calib.commands.quantize import describe as describe_checkpoint
 from fp8calib.commands.recipe import Recipe, apply_request
@@ -95,7 +94,7 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     out, rounded = Path(request.out), list[RoundedLinear]()
     with (
-        saved_model(request.model, out, request.tokenizer) as name,
+        saved_model(request.model, out, request.tokenizer, warn=reporter.warn) as name,
         Checkpoint.open(find_folder(name, request.revision)) as checkpoint,
     ):
         check_unquantized(checkpoint)
@@ -161,7 +160,8 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
             geometry=job.model.prepared.geometry,
         )
     result = GptqResult(**dict(made), rounded=tuple(rounded))
-    warn_of_quantized(result, request, reporter)
+    for text in (*result.notes, *map(str, result.dead)):
+        reporter.warn(text)
     return result
 
 
