@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import not_
 from typing import Literal, Self
 
@@ -9,6 +10,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from fp8calib.calibration.origin import explain_difference
 from fp8calib.data.modality import Modality
+from fp8calib.errors import cut_list
 from fp8calib.model.geometry import Frozen, ModelGeometry
 
 
@@ -90,6 +92,14 @@ class StatsHeader(Frozen):
         """Count the tokens; in brackets those of each modality, for a run with media."""
         of_kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.modality_tokens.items())
         return f"{self.num_tokens:,} tokens" + (f" ({of_kinds})" if of_kinds else "")
+
+    def describe_skipped(self) -> Iterator[str]:
+        """Describe what was not observed in one line for each reason."""
+        reasons: dict[str, list[str]] = {}
+        for item in self.skipped:
+            reasons.setdefault(item.why, []).append(item.site)
+        for why, sites in reasons.items():
+            yield f"not measured: {cut_list(sites, 3)} ({why})"
 
     def explain_other(self, other: StatsHeader) -> str:
         """Explain how two runs differ; empty if they are the same.

@@ -12,14 +12,7 @@ from pydantic import ConfigDict, Field
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.result import (
-    BeforeAfter,
-    Result,
-    WrittenCheck,
-    describe_checks,
-    list_top_level,
-)
-from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
+from fp8calib.commands.result import BeforeAfter, Result, Saturation, WrittenCheck, describe_written
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
@@ -162,9 +155,9 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage['observed']} tensors measured"
     )
-    yield Answer("; ".join([measured, *describe_skipped(header)]))
+    yield Answer("; ".join([measured, *header.describe_skipped()]))
     notable = list(_describe_amax(result.stats.amax_table()))
-    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
+    if result.saturation and result.sequences > len(result.saturation.median_share):
         notable.append(result.saturation.describe())
     if unreached := [
         f"{path}.{expert}"
@@ -178,17 +171,15 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
         )
     if notable:
         yield Answer("; ".join(notable))
-    yield Answer(
-        f"written to {result.out}: {list_top_level(result.files)}; "
-        f"{result.kv_bytes_per_token.describe_kv_cache()}"
-    )
+    written, *checked = describe_written(result.out, result.files, result.checked)
+    yield Answer(f"{written.text}; {result.kv_bytes_per_token.describe_kv_cache()}")
     if result.shard is not None:
         count = result.shard["count"]
         yield Answer(
             f"shard {result.shard['index']} of {count} has no scales. When all {count} shards "
             "exist: `fp8calib export SHARDS --format kv-overlay --model MODEL --out DIR`"
         )
-    yield from map(Answer, describe_checks(result.checked))
+    yield from (Answer(each.text) for each in checked)
     scales = shlex.quote(str(result.out))
     more = [f"fp8calib show {scales}"]
     if any(name.startswith("kv-overlay") for name in result.files):

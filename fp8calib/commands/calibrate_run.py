@@ -47,8 +47,7 @@ from fp8calib.commands.recipe import (
     load_recipe,
 )
 from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import BeforeAfter, RunPlan
-from fp8calib.commands.saturation import compute_saturation
+from fp8calib.commands.result import BeforeAfter, RunPlan, Saturation
 from fp8calib.commands.stats import CalibrationStats
 from fp8calib.commands.work_folder import describe_job, work_folder
 from fp8calib.data.sequences import parse_share
@@ -473,7 +472,7 @@ def _make_result(
         rule=str(recipe.scales.rule),
         rules={pattern: str(rule) for pattern, rule in recipe.scales.rules.items()} or None,
         coverage={"observed": len(stats.sites), "skipped": header.skipped},
-        saturation=compute_saturation(stats),
+        saturation=Saturation.of(stats),
         expert_tokens=expert_tokens,
         kv_bytes_per_token=BeforeAfter.of_kv_cache(stats.geometry),
         warnings=(

@@ -99,9 +99,9 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         import torch
 
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.card import write_card
         from fp8calib.commands.check import CheckRequest
         from fp8calib.commands.check_run import replay_path
+        from fp8calib.commands.check_written import write_card
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.model.module_paths import split_expert
         from fp8calib.quantization.plan import plan_dequantized

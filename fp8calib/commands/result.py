@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list, format_count
-from fp8calib.model.geometry import Frozen, ModelGeometry
+from fp8calib.model.geometry import KV_ROLES, Frozen, ModelGeometry, Role, Site
 from fp8calib.text import Block, Line, Table, format_gib
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.calibration_stats import RunStats
 
 
 class Result(Frozen):
@@ -156,13 +160,70 @@ def describe_checks(checks: Sequence[WrittenCheck]) -> Iterator[str]:
         yield f"{where}{each.engine}: {each.summary}{command}"
 
 
-def list_top_level(files: Sequence[str]) -> str:
-    """List files, each folder and all shards once: `kv-overlay/, 2 shards, stats.safetensors`."""
+def describe_written(
+    out: Path | None, files: Sequence[str], checks: Sequence[WrittenCheck]
+) -> list[Line]:
+    """List the files in an output folder, and what engines do with it.
+
+    Each folder and all shards are one entry: `kv-overlay/, 2 shards, stats.safetensors`.
+    """
     shards = format_count(sum(map(bool, map(_SHARD.fullmatch, files))), "shard")
     names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
-    return ", ".join(dict.fromkeys(_SHARD.sub(shards, name) for name in names))
+    shown = ", ".join(dict.fromkeys(_SHARD.sub(shards, name) for name in names))
+    return [Line(f"written to {out}: {shown}"), *map(Line, describe_checks(checks))]
 
 
-def describe_written(out: Path, files: Sequence[str], checks: Sequence[WrittenCheck]) -> list[Line]:
-    """List what is in an output folder, and what engines do with it."""
-    return [Line(f"written to {out}: {list_top_level(files)}"), *map(Line, describe_checks(checks))]
+# --- what is measured ----------------------------------------------------------------------------
+
+
+NUM_QUARTERS = 4
+_KV_SITES = tuple(f".{role}" for role in KV_ROLES)
+
+
+class Saturation(Frozen):
+    """Shares of the final amax that were reached at 1/4, 1/2 and 3/4 of the data.
+
+    They show whether more data would still change the scales: those of K and V, or of inputs where
+    neither was observed.
+    """
+
+    median_share: tuple[float, ...]
+    """The median over the sites, at each point."""
+    least_share: tuple[float, ...]
+    """The smallest share of a site, at each point."""
+    slowest_site: str
+    """The site with the smallest share at 1/2 of the data."""
+
+    def describe(self) -> str:
+        """Describe the shares at half of the data in one line."""
+        median, least = (int(100 * share[1]) for share in (self.median_share, self.least_share))
+        counted = "K and V" if self.slowest_site.endswith(_KV_SITES) else "inputs"
+        return (
+            f"half of the text gave {median}% of the final amax of {counted} in the median, and "
+            f"{least}% in the slowest tensor ({self.slowest_site})"
+        )
+
+    @classmethod
+    def of(cls, stats: RunStats) -> Self | None:
+        """Compare running amax of K and V, or of inputs, with the final one; None for a shard."""
+        import numpy as np
+
+        shares: dict[Site, list[float]] = {}
+        for site, seen in stats.sites.items() if stats.shard is None else ():
+            amax = None if seen.progress is None else np.asarray(seen.progress, dtype=np.float64)
+            if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
+                quarter = np.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
+                amax = np.zeros(NUM_QUARTERS)
+                np.maximum.at(amax, quarter, np.asarray(seen.sequences))
+            if site.role is not Role.WEIGHT and amax is not None and amax.max() > 0:
+                running = np.maximum.accumulate(amax)
+                shares[site] = (running[:-1] / running[-1]).tolist()
+        if not shares:
+            return None
+        shares = {site: each for site, each in shares.items() if site.role in KV_ROLES} or shares
+        points = list(zip(*shares.values(), strict=True))
+        return cls(
+            median_share=tuple(map(median, points)),
+            least_share=tuple(map(min, points)),
+            slowest_site=str(min(shares, key=lambda site: shares[site][1])),
+        )

@@ -14,8 +14,7 @@ from fp8calib.calibration.stats_header import StatsHeader, StatsShard
 from fp8calib.checkpoint.locations import find_lone_file, refuse_external_links, require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result
-from fp8calib.commands.saturation import Saturation, compute_saturation, describe_skipped
+from fp8calib.commands.result import Result, Saturation
 from fp8calib.errors import cut_list, format_count, format_ranges, shorten
 from fp8calib.model.geometry import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
@@ -123,7 +122,7 @@ def _show_stats(stats: RunStats) -> StatsShown:
                 if seen.positions is not None
             },
         },
-        saturation=compute_saturation(stats),
+        saturation=Saturation.of(stats),
         unfit_queries=tuple(stats.list_unfit_queries()),
     )
 
@@ -207,7 +206,7 @@ def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator
         if unseen or request.everything:
             missed = f"; never reached: {format_ranges(unseen)}" if unseen else ""
             yield Line(f"{name}: tokens per expert {min(counts)} to {max(counts)}{missed}")
-    yield from map(Line, describe_skipped(result.header))
+    yield from map(Line, result.header.describe_skipped())
 
 
 def _describe_run(result: StatsShown) -> Iterator[str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fp8calib.calibration.calibration_stats import RunStats, SiteStats, load_stats_file
 from fp8calib.checkpoint import checkpoint
 from fp8calib.commands.options import recipe_files
-from fp8calib.commands.saturation import compute_saturation
+from fp8calib.commands.result import Saturation
 from fp8calib.model.geometry import Role, Site
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, write_rows
@@ -328,7 +328,7 @@ def test_shares_are_running_maxima_over_the_final_one(
         )
         for site, values in progress.items()
     }
-    found = compute_saturation(make_stats(make_geometry([]), sites))
+    found = Saturation.of(make_stats(make_geometry([]), sites))
     assert (found.describe() if found else "") == told
     if K in progress and found:
         assert (found.median_share, found.least_share) == ((0.1875, 0.5, 0.625), (0.125, 0.25, 0.5))
