@@ -16,9 +16,13 @@ from fp8calib.numerics.rules import parse_rule
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 
 
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(","))
+
+
 def _split_layers(names: str) -> tuple[int, ...]:
     try:
-        return tuple(map(int, names.split(",")))
+        return tuple(map(int, _split(names)))
     except ValueError:
         raise UsageError(
             f"{shared.SKIP_LAYERS} {names}: not a list of layers", hint="such as 0,29, from 0"
@@ -61,7 +65,7 @@ class VerifyRequest(shared.TextOptions):
         "--rules NAME,...",
         "KV rules to try: amax,percentile:99.99,mse,headroom:2.",
         reads=str,
-        collect=shared.split_names,
+        collect=_split,
         check=parse_rule,
         default=None,
     )
