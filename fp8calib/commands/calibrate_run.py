@@ -414,7 +414,8 @@ def _quantize(
         settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
         selection = find_selection(checkpoint, ignore=settings.ignore).require()
     scales = find_scales(stats, checkpoint, settings, selection, recipe.scales.choice)
-    plan = make_plan(checkpoint, settings, selection, scales=scales)
+    # notes on scales are in the report already
+    plan = make_plan(checkpoint, settings, selection, scales=replace(scales, notes=()))
     job.progress.stage("quantizing", plan.data_bytes, unit="bytes")
     written = write_checkpoint(
         *(checkpoint, plan, folder / asked.folder),
@@ -428,7 +429,7 @@ def _quantize(
         path=asked.folder,
         started=started,
         geometry=stats.geometry,
-        notes=[  # notes on scales are in the report already
+        notes=[
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in unmeasured
         ],

@@ -43,8 +43,8 @@ def plan_checkpoint(
     settings: PlanSettings,
     stats: RunStats | None,
     rules: ScaleRules = PLAIN_RULES,
-) -> tuple[QuantizePlan, tuple[str, ...]]:
-    """Plan a checkpoint with the scales of statistics; gives notes on its scales too."""
+) -> QuantizePlan:
+    """Plan a checkpoint with the scales of statistics."""
     check_unquantized(checkpoint)
     selection = select_linears(checkpoint, settings)
     scales = NO_SCALES
@@ -56,7 +56,7 @@ def plan_checkpoint(
 
         check_stats_model(stats, checkpoint)
         scales = find_scales(stats, checkpoint, settings, selection, rules)
-    return make_plan(checkpoint, settings, selection, scales=scales), scales.notes
+    return make_plan(checkpoint, settings, selection, scales=scales)
 
 
 def require_servable(plan: QuantizePlan, source: Path) -> tuple[str, ModelGeometry | None]:
@@ -94,7 +94,7 @@ def replay_settings(
         The plan; the report of each engine; and why nothing was checked, else empty.
     """
     with Checkpoint.open(folder) as checkpoint:
-        plan, _ = plan_checkpoint(checkpoint, asked, stats)
+        plan = plan_checkpoint(checkpoint, asked, stats)
         reports, unchecked, _ = _replay_plan(plan, folder, [engine.key for engine in engines])
         return plan, reports, unchecked
 

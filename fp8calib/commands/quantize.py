@@ -200,7 +200,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     with saved_model(request.model, out, request.tokenizer, warn=reporter.warn) as model:
         folder = find_folder(model, request.revision)
         with Checkpoint.open(folder) as checkpoint:
-            plan, notes = plan_checkpoint(checkpoint, settings, stats, rules)
+            plan = plan_checkpoint(checkpoint, settings, stats, rules)
             geometry = None
             if not request.allow_unservable:
                 note, geometry = require_servable(plan, folder)
@@ -226,7 +226,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 folder=out,
                 started=started,
                 geometry=geometry,
-                notes=notes,
             )
     for text in (*result.notes, *map(str, result.dead)):
         reporter.warn(text)
@@ -322,7 +321,11 @@ def finish_quantized(
         ),
         dead=written.all_zero,
         has_kv_scales=plan.has_kv,
-        notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
+        notes=(
+            *plan.notes,
+            *notes,
+            *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
+        ),
         kv_bytes_per_token=(
             None if geometry is None or plain_caches else BeforeAfter.of_kv_cache(geometry)
         ),

@@ -102,6 +102,8 @@ class QuantizePlan(CheckpointPlan):
     selection: Selection
     has_kv: bool
     """Whether there are scales of K and V."""
+    notes: tuple[str, ...]
+    """What a user should know about scales."""
 
 
 def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
@@ -205,6 +207,7 @@ def make_plan(
         settings=settings,
         selection=selection,
         has_kv=bool(scales.kv),
+        notes=scales.notes,
         **plan_files(checkpoint, shards, documents),
         tag=tag,
     )
