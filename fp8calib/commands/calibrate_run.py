@@ -36,7 +36,7 @@ from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
 from fp8calib.commands.check_written import finish_formats
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import hash_run
-from fp8calib.commands.model import open_run_model, plan_text
+from fp8calib.commands.model import describe_run, open_run_model, plan_text, work_folder
 from fp8calib.commands.model_folder import saved_model
 from fp8calib.commands.recipe import (
     Quantize,
@@ -49,7 +49,6 @@ from fp8calib.commands.recipe import (
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import BeforeAfter, RunPlan, Saturation
 from fp8calib.commands.stats import CalibrationStats
-from fp8calib.commands.work_folder import describe_job, work_folder
 from fp8calib.data.sequences import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules, write_formats
@@ -169,7 +168,8 @@ def _run(
         return finished
     if request.dry_run:
         writes = [] if out is None else sorted(_list_owned(recipe))
-        return describe_job(job, out=str(out), writes=writes)
+        more = {**job.count(), "out": str(out), "writes": writes}
+        return describe_run(model, job.mode, job.plan, **more)
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *job.mode.describe()) if out is not None else ():
         reporter.say(text)

@@ -1,12 +1,12 @@
-"""The model of a run, a path or Hub id or one in memory, and the text that runs through it."""
+"""A run: its model, a path or Hub id or one in memory, its text, its plan, its working folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import replace
-from functools import cache
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,22 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import check_runnable
-from fp8calib.calibration.job import RunModel
+from fp8calib.calibration.job import CalibrationJob, RunModel
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.memory_plan import MemoryPlan
+from fp8calib.calibration.processes import RankLostError
 from fp8calib.checkpoint.checkpoint import Checkpoint, read_quantization
+from fp8calib.checkpoint.output import output_folder
 from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
 from fp8calib.commands.recipe import Data
+from fp8calib.commands.request import Reporter
 from fp8calib.commands.result import RunPlan
 from fp8calib.data.modality import find_placeholders
 from fp8calib.data.plan import RowEncoder, build_plan
 from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan
 from fp8calib.data.sources import BuiltinPart
-from fp8calib.errors import UsageError
+from fp8calib.errors import ExportError, UsageError
 from fp8calib.model.device import DTYPES, choose_device, choose_dtype
 from fp8calib.model.load import (
     ModelSource,
@@ -165,12 +169,10 @@ def _open_live(
         )
 
 
-def describe_run(
-    model: RunModel, mode: MemoryPlan, lines: Iterable[str] = (), **more: Any
-) -> RunPlan:
-    """Describe a planned run; `more` is added to the plan, and `lines` to what it says."""
-    geometry = model.prepared.geometry
-    described = {
+def describe_run(model: RunModel, mode: MemoryPlan, text: DataPlan | None, **more: Any) -> RunPlan:
+    """Describe a planned run; `more` is added to the plan, or replaces what it has."""
+    geometry, rows = model.prepared.geometry, text.rows if text else None
+    plan = {
         "model": model.name,
         "architecture": geometry.architecture,
         "layers": len(geometry.layers),
@@ -178,9 +180,13 @@ def describe_run(
         "dtype": model.dtype,
         "dtype_why": model.dtype_why,
         "device": model.device,
+        "sequences": len(text.sequences) if text else 0,
+        "tokens": text.num_tokens if text else 0,
+        "data": list(text.sources) if text else [],
+        "rows": rows and asdict(rows),
     }
-    text = (*mode.describe(), *lines)
-    return RunPlan(plan={**described, **more, **mode.as_json()}, text=text)
+    lines = (*mode.describe(), *(rows.describe() if rows else ()))
+    return RunPlan(plan={**plan, **more, **mode.as_json()}, text=lines)
 
 
 def read_settings(request: object, specs: Sequence[str]) -> Data:
@@ -249,3 +255,59 @@ def warn_of_few(plan: DataPlan, few: str = FEW_FOR_SCALES) -> DataPlan:
         return plan
     warning = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: {few}"
     return replace(plan, warnings=(*plan.warnings, warning))
+
+
+@contextmanager
+def work_folder(
+    job: CalibrationJob,
+    out: Path,
+    reporter: Reporter,
+    *,
+    owned: frozenset[str],
+    resume: bool,
+    force: bool,
+    check_old: Callable[[Path], object] = lambda _folder: None,
+) -> Iterator[Journal]:
+    """Open the working folder of a run; it becomes the output folder `out` at the end.
+
+    An interruption, a failed peer and a failure to write keep its checkpoints for --resume; any
+    other error removes it. Of several processes the first one does all of this; the others write
+    their checkpoints to its folder. `check_old` looks at what an interrupted run left.
+    """
+    group, old = job.group, list[Journal]()
+    open_journal = partial(job.open_journal, warn=reporter.warn)
+
+    def read_old(folder: Path) -> None:
+        old.append(open_journal(folder))
+        old[0].load()
+        check_old(folder)
+
+    if not group.is_first:
+        folder, sequences = group.broadcast(tuple)
+        yield open_journal(folder, sequences=sequences)
+        return
+    with output_folder(
+        out,
+        owned=owned,
+        tag="fp8calib calibrate",
+        resume=resume,
+        force=force,
+        inputs=[job.model.source.folder],
+        on_old=read_old,
+        kept_after=(KeyboardInterrupt, RankLostError, ExportError),
+    ) as folder:
+        journal = old[0] if old else open_journal(folder)
+        if journal.has_layers:
+            reporter.say("--resume: continuing after the finished layers")
+        elif journal.sequences:
+            done = sum(stop - first for first, stop in journal.sequences)
+            reporter.say(
+                f"--resume: {done} of {job.header.num_sequences} sequences are done, continuing "
+                "with the rest"
+            )
+        elif resume:
+            reporter.say("--resume: no interrupted run found, starting from the beginning")
+        if group.size > 1:
+            group.broadcast(lambda: (folder, journal.sequences))
+        yield journal
+        journal.remove()

@@ -162,7 +162,8 @@ def run(
         output = Path(request.dump or request.report or "none").absolute()
         mode = plan_verification(asked, model, output.parent, may_share=True)
         if request.dry_run:
-            return describe_plan(asked, model, mode)
+            names = [each.name for each in asked.candidates]
+            return describe_run(model, mode, asked.plan, engine=asked.engine, candidates=names)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
@@ -341,19 +342,6 @@ def hash_inputs(
     used = {each.name for each in asked.opened}
     scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
     return hash_run(None if model.is_live else model.source.folder, specs, scales)
-
-
-def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:
-    """Describe the planned run."""
-    return describe_run(
-        model,
-        mode,
-        engine=asked.engine,
-        candidates=[each.name for each in asked.candidates],
-        sequences=len(asked.plan.sequences),
-        tokens=asked.plan.num_tokens,
-        data=list(asked.plan.sources),
-    )
 
 
 def complete_report(

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output
 from fp8calib.commands.check_planned import require_servable
-from fp8calib.commands.model import plan_text, prepare_run_model
+from fp8calib.commands.model import describe_run, plan_text, prepare_run_model, work_folder
 from fp8calib.commands.model_folder import saved_model
 from fp8calib.commands.quantize import (
     QuantizeResult,
@@ -34,7 +35,6 @@ from fp8calib.commands.recipe import Recipe, apply_request
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
-from fp8calib.commands.work_folder import describe_job, work_folder
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
@@ -266,10 +266,13 @@ def _check_measured(job: CalibrationJob, static: Collection[Matrix]) -> None:
 
 def _describe_run(job: CalibrationJob, expected: QuantizePlan, out: Path) -> RunPlan:
     """Describe what would be run and written."""
-    schemes = list(list_layer_schemes(expected))
+    schemes: Any = list(list_layer_schemes(expected))
     linears = expected.selection.quantized
-    return describe_job(
-        job,
+    return describe_run(
+        job.model,
+        job.mode,
+        job.plan,
+        **job.count(),
         out=str(out),
         writes=sorted(expected.names),
         scheme=expected.settings.scheme.name,

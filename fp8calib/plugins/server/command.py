@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.streamed_model import StreamedModel
-from fp8calib.commands.model import open_run_model
+from fp8calib.commands.model import describe_run, open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.verify_run import (
     check_request,
     complete_report,
-    describe_plan,
     finish,
     hash_inputs,
     open_verification,
@@ -90,7 +89,8 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             reporter.warn(f"nothing is emulated here: {error.message}")
             return _compare_alone(request, asked, servers, reporter)
         if not servers:
-            return describe_plan(asked, model, mode)
+            names = [each.name for each in asked.candidates]
+            return describe_run(model, mode, asked.plan, engine=asked.engine, candidates=names)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
         told = asked.warnings
