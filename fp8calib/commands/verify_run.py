@@ -169,14 +169,13 @@ def run(
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
-        hashes = hash_inputs(model, asked, request, specs)
-    report = complete_report(done, report, scores, request, model, mode, peak)
+    report = complete_report(done, report, scores, request, model, mode, peak, specs)
     for note in report.warnings:
         if note not in asked.warnings:
             reporter.warn(note)
     logprobs = {"reference": scores.reference.logprobs}
     logprobs |= {each.name: scores.candidates[each.name].logprobs for each in done.candidates}
-    return finish(request, asked, report, logprobs, reporter, hashes)
+    return finish(request, asked, report, logprobs, reporter)
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -335,15 +334,6 @@ def _warn_of_candidates(
 # --- the run and after it ------------------------------------------------------------------------
 
 
-def hash_inputs(
-    model: RunModel, asked: Verification, request: VerifyRequest, specs: Sequence[str]
-) -> dict[str, Any]:
-    """Hash the files of the model, of the text and of what is compared with it."""
-    used = {each.name for each in asked.opened}
-    scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
-    return hash_run(None if model.is_live else model.source.folder, specs, scales)
-
-
 def complete_report(
     asked: Verification,
     report: VerifyReport,
@@ -352,8 +342,12 @@ def complete_report(
     model: RunModel,
     mode: MemoryPlan,
     peak: PeakMemory,
-) -> VerifyReport:
+    specs: Sequence[str],
+) -> VerifyResult:
     """Add to a report what it was made from, and what the page alone shows."""
+    used = {each.name for each in asked.opened}
+    scales = {name: find_candidate(name) for name in _list_paths(request) if name in used}
+    hashes = hash_run(None if model.is_live else model.source.folder, specs, scales)
     provenance = RunProvenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=spell_command(),
@@ -364,9 +358,9 @@ def complete_report(
         numerics=asked.numerics.list_differences(),
     )
     memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
-    report = report.model_copy(update={"memory": memory, "provenance": provenance})
+    made = {**dict(report), "memory": memory, "provenance": provenance, "hashes": hashes}
     if request.report is None:
-        return report
+        return VerifyResult(**made)
     tokenizer = getattr(request.tokenizer, "tokenizer", request.tokenizer)  # of a processor
     if tokenizer is None:
         try:
@@ -382,7 +376,7 @@ def complete_report(
 
     from fp8calib.verification.page.page import list_shown_on_page
 
-    return report.model_copy(update=list_shown_on_page(asked, report, scores, decode))
+    return VerifyResult(**{**made, **list_shown_on_page(asked, report, scores, decode)})
 
 
 def finish(
@@ -391,7 +385,6 @@ def finish(
     report: VerifyReport,
     logprobs: Mapping[str, torch.Tensor],
     reporter: Reporter,
-    hashes: dict[str, Any] | None = None,
 ) -> VerifyResult:
     """Write the output files; an error carries the result, which may have cost hours.
 
@@ -399,12 +392,9 @@ def finish(
     """
     gates = GATES if asked.gate is None else {asked.gate.name: asked.gate}
     used = dict.fromkeys(each.gate for each in report.candidates)
-    result = VerifyResult(
-        **dict(report),
-        gates=tuple(gates[name] for name in used),
-        hashes=hashes,
-        next=suggest_command(report, request, gates),
-    )
+    command = suggest_command(report, request, gates)
+    added = {"gates": tuple(gates[name] for name in used), "next": command}
+    result = VerifyResult(**{**dict(report), **added})
     try:
         if request.dump is not None:
             metadata = {"format": "pt", "data": asked.plan.fingerprint}

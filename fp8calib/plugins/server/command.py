@@ -11,13 +11,7 @@ from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.commands.model import describe_run, open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
-from fp8calib.commands.verify_run import (
-    check_request,
-    complete_report,
-    finish,
-    hash_inputs,
-    open_verification,
-)
+from fp8calib.commands.verify_run import check_request, complete_report, finish, open_verification
 from fp8calib.commands.verify_run import describe as describe_verification
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
@@ -112,15 +106,14 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             )
             gate = asked.gate or GATES[asked.candidates[0].default_gate]
             server, row = assess(answers, evidence, asked, gate, reporter)
-        hashes = hash_inputs(model, asked, request, specs)
-    report = complete_report(asked, report, scores, request, model, mode, peak)
+    report = complete_report(asked, report, scores, request, model, mode, peak, specs)
     for note in report.warnings:
         if note not in told:
             reporter.warn(note)
     report = add_server(report, server, row)
     logprobs = {"reference": scores.reference.logprobs, SERVER: answers.scores.logprobs}
     logprobs |= {name: scores.candidates[name].logprobs for name in names}
-    result = finish(request, asked, report, logprobs, reporter, hashes)
+    result = finish(request, asked, report, logprobs, reporter)
     served = compare_served(asked.candidates, scores, text.lengths) if request.decode else ()
     return ServerVerifyResult(**dict(result), server=server, served=served)
 
