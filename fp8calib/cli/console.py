@@ -209,9 +209,15 @@ class ConsoleReporter(ExitStack):
         self._task: Any = None
         self._stage: _Stage | None = None
         self._memory = PeakMemory()
+        self._told: set[str] = set()
 
     say = staticmethod(say)
-    warn = staticmethod(warn)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, once."""
+        if text not in self._told:
+            self._told.add(text)
+            warn(text)
 
     def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
         """Begin a stage of `total` steps, which may go through layers one after the other."""

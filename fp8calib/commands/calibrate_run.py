@@ -141,13 +141,12 @@ def run(
             observe_text=observe_text,
             progress=reporter,
         )
-        told = dict.fromkeys((*model.list_warnings(), *(text.warnings if text else ())))
-        for warning in told:
+        for warning in (*model.list_warnings(), *(text.warnings if text else ())):
             reporter.warn(warning)
         result = _run(job, recipe, request, reporter)
         if isinstance(result, CalibrateResult) and not result.was_finished:
-            for warning in dict.fromkeys(result.warnings):
-                if warning not in (*told, result.failure):
+            for warning in result.warnings:
+                if warning != result.failure:
                     reporter.warn(warning)
         return result
 

@@ -166,7 +166,7 @@ class Reporter(Progress, Protocol):
         """Tell what the command does."""
 
     def warn(self, text: str) -> None:
-        """Tell of something that the user should know about the result."""
+        """Tell of something that the user should know about the result, once."""
 
 
 class PythonReporter:
@@ -177,6 +177,7 @@ class PythonReporter:
         self._name = ""
         self._total: int | None = None
         self._done = 0
+        self._told: set[str] = set()
         self._caller = sys._getframe(2)  # the user's, above the public function
         self._line = self._caller.f_lineno
 
@@ -196,6 +197,9 @@ class PythonReporter:
 
     def warn(self, text: str) -> None:
         """Issue a warning, as of the line that called the public function."""
+        if text in self._told:
+            return
+        self._told.add(text)
         warnings.warn_explicit(
             text,
             Fp8CalibWarning,

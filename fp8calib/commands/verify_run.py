@@ -171,8 +171,7 @@ def run(
             done, report, scores = run_verification(asked, scored, reporter)
     report = complete_report(done, report, scores, request, model, mode, peak, specs)
     for note in report.warnings:
-        if note not in asked.warnings:
-            reporter.warn(note)
+        reporter.warn(note)
     logprobs = {"reference": scores.reference.logprobs}
     logprobs |= {each.name: scores.candidates[each.name].logprobs for each in done.candidates}
     return finish(request, asked, report, logprobs, reporter)

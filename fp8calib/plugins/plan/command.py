@@ -54,8 +54,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
     """
     with open_plan(request) as opened:
         require_head(opened.model)
-        told = dict.fromkeys((*opened.calibration.warnings, *opened.held_out.warnings))
-        for text in told:
+        for text in (*opened.calibration.warnings, *opened.held_out.warnings):
             reporter.warn(text)
         if request.dry_run:
             return _describe_run(opened, reporter)
@@ -75,8 +74,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
             (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
             _write_plan_page(result, folder / PAGE_NAME)
     for text in result.warnings:
-        if text not in told:
-            reporter.warn(text)
+        reporter.warn(text)
     return result
 
 

@@ -87,7 +87,6 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return describe_run(model, mode, asked.plan, engine=asked.engine, candidates=names)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
-        told = asked.warnings
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = ask_servers(servers, asked.plan, writer, reporter)
@@ -108,8 +107,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             server, row = assess(answers, evidence, asked, gate, reporter)
     report = complete_report(asked, report, scores, request, model, mode, peak, specs)
     for note in report.warnings:
-        if note not in told:
-            reporter.warn(note)
+        reporter.warn(note)
     report = add_server(report, server, row)
     logprobs = {"reference": scores.reference.logprobs, SERVER: answers.scores.logprobs}
     logprobs |= {name: scores.candidates[name].logprobs for name in names}
