@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -144,43 +143,36 @@ def show_error(kind: str, message: str, hint: str, exit_code: int, *, as_json: b
     return exit_code
 
 
-@dataclass(slots=True)
-class _Stage:
-    """A stage of a run, as the bar of a terminal or a line a minute describes it."""
+class _Stage(ProgressColumn):
+    """What the bar of a terminal, or a line a minute, says of a stage."""
 
-    name: str
-    total: int | None
-    unit: str
-    layers: int
-    """The layers that all steps go through one after the other; 0 where they do not."""
-    started: float
-    printed: float
-    memory: PeakMemory
-    done: int = 0
+    def __init__(self, memory: PeakMemory) -> None:
+        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
+        self._memory = memory
 
-    def __str__(self) -> str:
-        """Give the progress, the rate, the time left and the peak memory."""
-        rate = self.done / max(time.monotonic() - self.started, 1e-9)
-        parts = [self._count()]
-        if self.total:
-            left = timedelta(seconds=round((self.total - self.done) / rate)) if rate else "?"
-            parts += [f"{self.done / self.total:.0%}", f"{left} left"]
-        if self.total or self.done:
-            parts.append(f"{rate / max(self.layers, 1):,.0f} {self.unit}/s")
-        if peak := self.memory.peak_bytes:
+    def render(self, task: Task) -> Text:
+        return _clean(self.describe(task))
+
+    def describe(self, task: Task) -> str:
+        """Give the progress, of the layer that runs now, the rate, time left and peak memory."""
+        done, total, name = int(task.completed), int(task.total or 0), task.description
+        unit, layers = task.fields["unit"], task.fields["layers"]
+        rate, parts = done / max(task.elapsed or 0.0, 1e-9), [name]
+        if total:
+            left = timedelta(seconds=round((total - done) / rate)) if rate else "?"
+            parts = [f"{done / total:.0%}", f"{left} left"]
+            if layers:
+                total //= layers
+                layer = min(done // max(total, 1), layers - 1)
+                name, done = f"layer {layer + 1} of {layers}", done - layer * total
+            parts.insert(0, f"{name}: {done:,} of {total:,} {unit}")
+        elif done:
+            parts = [f"{name}: {done:,} {unit}"]
+        if task.total or done:
+            parts.append(f"{rate / max(layers, 1):,.0f} {unit}/s")
+        if peak := self._memory.peak_bytes:
             parts.append(f"peak {peak / 2**30:.2f} GiB")
-        return escape_controls(", ".join(parts))
-
-    def _count(self) -> str:
-        """Count the steps; of several layers, those of the layer that runs now."""
-        if not self.total:
-            return f"{self.name}: {self.done:,} {self.unit}" if self.done else self.name
-        name, done, total = self.name, self.done, self.total
-        if self.layers:
-            total //= self.layers
-            layer = min(done // max(total, 1), self.layers - 1)
-            name, done = f"layer {layer + 1} of {self.layers}", done - layer * total
-        return f"{name}: {done:,} of {total:,} {self.unit}"
+        return ", ".join(parts)
 
 
 _BAR_WIDTH = 8
@@ -195,20 +187,18 @@ class ConsoleReporter(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
+        self._memory = PeakMemory()
+        self._stage = _Stage(self._memory)
         self._progress = Progress(
             SpinnerColumn(table_column=Column(no_wrap=True)),  # so that the text alone is cut
             BarColumn(bar_width=_BAR_WIDTH, table_column=Column(no_wrap=True)),
-            TextColumn(
-                "{task.fields[stage]}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis"),
-            ),
+            self._stage,
             console=_err,
+            get_time=time.monotonic,
             disable=_err.quiet or not _err.is_terminal,
         )
-        self._task: Any = None
-        self._stage: _Stage | None = None
-        self._memory = PeakMemory()
+        self._task: TaskID | None = None
+        self._printed = 0.0
         self._told: set[str] = set()
 
     say = staticmethod(say)
@@ -220,17 +210,14 @@ class ConsoleReporter(ExitStack):
             warn(text)
 
     def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
-        """Begin a stage of `total` steps, which may go through layers one after the other."""
+        """Begin a stage of `total` steps, which may all go through `layers` layers in turn."""
         if self._task is None:
             self.enter_context(self._memory)
             self.enter_context(self._progress)
         else:
             self._progress.remove_task(self._task)
-        now = time.monotonic()
-        self._stage = _Stage(
-            name, total, unit, layers, started=now, printed=now, memory=self._memory
-        )
-        self._task = self._progress.add_task(name, total=total, stage=self._stage)
+        self._printed = time.monotonic()
+        self._task = self._progress.add_task(name, total=total, unit=unit, layers=layers)
 
     def advance(self, steps: int) -> None:
         """Advance by `steps`.
@@ -240,11 +227,10 @@ class ConsoleReporter(ExitStack):
         """
         if received:
             raise KeyboardInterrupt
-        if self._stage is None:
+        if self._task is None:
             return
         self._progress.advance(self._task, steps)
-        self._stage.done += steps
         now = time.monotonic()
-        if self._progress.disable and now - self._stage.printed >= _LINE_EVERY_S:
-            self._stage.printed = now
-            say(str(self._stage))
+        if self._progress.disable and now - self._printed >= _LINE_EVERY_S:
+            self._printed = now
+            say(self._stage.describe(self._progress.tasks[0]))
