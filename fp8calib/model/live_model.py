@@ -117,6 +117,8 @@ def _list_faults(model: PreTrainedModel, *, can_be_sharded: bool) -> Iterator[tu
         section for _, section in find_quantization_configs(model.config.to_dict())
     ):
         yield "the model in memory is quantized", _UNQUANTIZED
+    if getattr(model, "_hf_peft_config_loaded", False):
+        yield "the model in memory has adapters", _MERGE
     for path, module in model.named_modules():
         if hasattr(module, "base_layer"):  # PEFT wraps the linear
             yield f"{path}: {type(module).__name__} is an adapter", _MERGE
