@@ -21,8 +21,6 @@ from tests.formats.handmade import make_geometry, make_stats
 from tests.kit.checked import list_commands
 from tests.kit.checkpoints import change_config, change_tensors
 
-K0 = "model.layers.0.self_attn.k_scale"
-
 
 @pytest.fixture(scope="session")
 def calibrate(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -47,9 +45,7 @@ def test_tensors_of_another_class_are_warned_of(tmp_path: Path) -> None:
     """A Qwen3 that calls itself a Llama runs without the norms of q and k."""
     model = tmp_path / "model"
     zoo.save("qwen3", model)
-    config = json.loads((model / "config.json").read_text())
-    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (model / "config.json").write_text(json.dumps(config))
+    change_config(model, model_type="llama", architectures=["LlamaForCausalLM"])
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [*range(3, 19)]}] * 4)
     found = succeed("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out")
     assert "warning: " in found.err
@@ -102,9 +98,6 @@ def test_the_report_is_what_json_prints_and_lists_every_file(
     assert set(list_commands(report, "kv-overlay")) == {"vLLM", "SGLang"}
     assert set(list_commands(report, "kv-overlay-head")) == {"vLLM"}
     assert {each["path"] for each in report["checked"]} == {"kv-overlay", "kv-overlay-head"}
-
-
-# --- the output folder -------------------------------------------------------------------------
 
 
 # --- options -----------------------------------------------------------------------------------

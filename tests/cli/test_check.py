@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.architectures import families
 from tests.cli.program import Outcome, run, succeed
-from tests.kit.checkpoints import change_config
+from tests.kit.checkpoints import change_config, change_tensors
 
 ENGINES = ("vllm", "sglang", "transformers")
 U8 = torch.uint8
@@ -48,11 +47,8 @@ def test_weights_are_compared_with_statistics(
     fp8 = tmp_path / "fp8"
     succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", fp8)
     if change is not None:
-        tensors = load_file(fp8 / "model.safetensors")
-        name = f"model.{change[0]}"
-        dtype = tensors[name].dtype
-        tensors[name] = change[1](tensors[name]).contiguous().view(dtype)
-        save_file(tensors, fp8 / "model.safetensors", metadata={"format": "pt"})
+        name, edit = f"model.{change[0]}", change[1]
+        change_tensors(fp8, lambda held: {**held, name: edit(held[name]).view(held[name].dtype)})
     options = ("--read-weights", "--stats", calibrated[0])
     report = check(8 if words else 0, fp8, *options)
     for engine in ("vllm", "sglang"):

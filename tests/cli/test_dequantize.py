@@ -21,9 +21,9 @@ from tests import zoo
 from tests.cli.program import run, snapshot, succeed
 from tests.cli.quantized_children import save_fp4, save_gpt_oss, save_int
 from tests.formats.foreign import FOLDER, KV_SCALES
-from tests.kit.checkpoints import Tensors
+from tests.kit.checkpoints import Tensors, load_folder
 from tests.kit.minutes import in_minutes
-from tests.quantization.decoded_by_hand import decode_folder, load_tensors
+from tests.quantization.decoded_by_hand import decode_folder
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 
@@ -48,8 +48,8 @@ def require_equal(found: Tensors, expected: Tensors) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*fp8*")))
 def test_what_other_tools_wrote_is_decoded(tmp_path: Path, name: str) -> None:
     report = dequantize(FOLDER / name, tmp_path / "out")
-    require_equal(load_tensors(tmp_path / "out"), decode_folder(FOLDER / name))
-    codes = {n for n, x in load_tensors(FOLDER / name).items() if "float8" in str(x.dtype)}
+    require_equal(load_folder(tmp_path / "out"), decode_folder(FOLDER / name))
+    codes = {n for n, x in load_folder(FOLDER / name).items() if "float8" in str(x.dtype)}
     assert set(report["dequantized"]) == codes
 
 
@@ -87,7 +87,7 @@ def test_every_family_in_every_form(tmp_path: Path) -> None:
         children.append(save_int(base / "int4", 4, group=32, base=_bare(base)))
         for child in children:
             notes = dequantize(child, child / "out")["notes"]
-            require_equal(load_tensors(child / "out"), decode_folder(child))
+            require_equal(load_folder(child / "out"), decode_folder(child))
             is_split = (family, child.name) == ("llama4_text", "AutoFP8, blocks")
             assert any("transformers does not load" in each for each in notes) is is_split
 
@@ -109,7 +109,7 @@ def test_another_dtype_is_that_of_dequantized_weights(tmp_path: Path, name: str)
     report = dequantize(child, tmp_path / "out", "--dtype", name)
     assert report["dtype"] == name
     dtype = getattr(torch, name)
-    found = load_tensors(tmp_path / "out")
+    found = load_folder(tmp_path / "out")
     require_equal(found, decode_folder(child, dtype))
     assert found[NAME].dtype is dtype
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -175,7 +175,7 @@ def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) ->
     dequantize(source, plain)
     extract = ("extract-kv-scales", "--quantized-model", source, "--model", plain)
     succeed(*extract, "--out", tmp_path / "overlay")
-    require_equal(load_tensors(out), load_tensors(tmp_path / "overlay"))
+    require_equal(load_folder(out), load_folder(tmp_path / "overlay"))
     configs = [out / "config.json", tmp_path / "overlay" / "config.json"]
     assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
     indices = [each.with_name("model.safetensors.index.json") for each in configs]
@@ -215,6 +215,6 @@ def test_an_interrupted_run_with_kv_scales_is_resumed_and_deletes_nothing_else(
         assert snapshot(tmp_path / "out.without-scales") == own
         names = {"whole", "out", "out.without-scales"}
         assert {path.name for path in tmp_path.iterdir()} == names
-        require_equal(load_tensors(tmp_path / "out"), load_tensors(tmp_path / "whole"))
+        require_equal(load_folder(tmp_path / "out"), load_folder(tmp_path / "whole"))
         files = [{each.name for each in (tmp_path / n).iterdir()} for n in ("out", "whole")]
         assert files[0] == files[1]

@@ -40,7 +40,6 @@ FIGURES = (
     ("streamed", "stats.safetensors"),
 )
 """How a model runs, and what is verified."""
-ON_SIMULATED_GPUS = "tests.cli.program_on_simulated_gpus"
 
 pytestmark = pytest.mark.skipif(
     not HAS_GPU and shutil.which("g++") is None, reason="simulated GPUs are compiled by g++"
@@ -91,8 +90,8 @@ def outside_the_layers(model: Path) -> tuple[str, ...]:
     return tuple(part for name in names for part in ("--ignore", f"model.{name}*"))
 
 
-def gpus(count: int = 1) -> AbstractContextManager[None]:
-    return nullcontext() if HAS_GPU else simulated_gpus(count)
+def gpus() -> AbstractContextManager[None]:
+    return nullcontext() if HAS_GPU else simulated_gpus(1)
 
 
 @contextmanager
@@ -289,7 +288,8 @@ def test_ranks_with_a_gpu_each_write_the_file_of_one(rows: Path, tmp_path: Path)
     command = (*calibration(tmp_path, rows), "--device", "cuda", "--json")
     with simulated_gpus(1):
         succeed(*command, "--out", tmp_path / "one")
-    ranks = start_ranks(2, *command, "--out", tmp_path / "two", program=ON_SIMULATED_GPUS)
+    with simulated_gpus(2):
+        ranks = start_ranks(2, *command, "--out", tmp_path / "two")
     for rank, process in enumerate(ranks):
         code, out, err = finish(process)
         assert code == 0, err

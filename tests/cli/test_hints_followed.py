@@ -1,4 +1,4 @@
-"""A hint that names an option or a command is followed, and leads to an answer.
+"""What texts name exists; a hint that names an option or a command leads to an answer.
 
 `hints_followed.txt` has a block for each: a command, the hint that it prints as its error (>) or
 beside an answer (~), and what a reader types then (=; + after another command). `{name}` is a place
@@ -6,6 +6,7 @@ of `places.MAKERS`, `{out}` and `{new}` are free. `hints_not_run.txt` has the ot
 reason why they are not followed.
 """
 
+import ast
 import re
 import shlex
 import shutil
@@ -15,19 +16,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import QUICK
 from tests.cli.places import Places
 from tests.cli.program import run, succeed
 from tests.cli.test_remote_code import carried
-from tests.kit.hints import COMMANDS, FLAG, MODULES, PACKAGE, list_hints
-from tests.test_hints import OTHERS
+from tests.kit.checkpoints import change_tensors
+from tests.kit.hints import COMMANDS, FLAG, MODULES, PACKAGE, list_flags, list_hints, list_texts
 
 JUDGED = (8, 9)
 """The exit codes of a judgement: what is wrong, or cannot be told."""
 _SIZE = re.compile(r"(?<=--memory )[\d.]+")
 """That of a process, which no two machines agree on."""
+
+TYPED = re.compile(rf"fp8calib ({'|'.join(map(re.escape, COMMANDS))})\b([^\n`;:]*)")
+BASE = {"--help", "--json", "--verbose", "--version", "--install-completion"}
+OTHERS = {
+    *(
+        "--trust_remote_code",
+        "--allow-deprecated-quantization",
+        "--calculate-kv-scales",
+        "--context-length",
+    ),
+    *("--kv-cache-dtype", "--logprobs-mode", "--max-model-len", "--quantization-param-path"),
+    *("--llm_kv_type", "--use_fast_math", "--worker-extension-cls", "--nproc-per-node"),
+    *("--upgrade", "--show-completion", "--model-path", "--enforce-eager", "--model_dir"),
+    *("--disable-radix-cache", "--max-logprobs", "--tp-size", "--no-enable-prefix-caching"),
+}
+"""Of engines, compilers, torchrun, pip and typer."""
+
+
+KNOWN = {command: list_flags(command) | BASE for command in COMMANDS}
 
 
 class Block(NamedTuple):
@@ -107,6 +126,16 @@ def test_every_hint_is_followed_or_cannot_be() -> None:
     assert met == {*known}
 
 
+def test_commands_and_options_that_texts_name_exist() -> None:
+    known = set.union(OTHERS, *KNOWN.values())
+    for path in MODULES:
+        for node, text in list_texts(ast.parse(path.read_text())):
+            place = f"{path.relative_to(PACKAGE)}, line {node.lineno}"
+            for command, rest in TYPED.findall(text):
+                assert {*FLAG.findall(rest)} <= KNOWN[command], f"{place}: {command}{rest}"
+            assert {*FLAG.findall(text)} <= known, f"{place}: {text}"
+
+
 __all__ = ["carried"]
 SERVERS = {
     "vllm serve": {"--trust-remote-code", "--kv-cache-dtype-skip-layers", "--revision"},
@@ -167,12 +196,11 @@ def test_what_is_printed_can_be_typed(
 
 def test_a_wrong_scale_of_a_weight_is_found_as_verify_says(place: Path, model: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
+    scale = f"{name}_scale"
     succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", place / "wrong fp8")
-    path = place / "wrong fp8" / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {f"{name}_scale": tensors[f"{name}_scale"] * 64}, path)
+    wrong = change_tensors(place / "wrong fp8", lambda found: {**found, scale: found[scale] * 64})
 
-    found = run("verify", model, "--data", place / "calib.jsonl", *QUICK, "--scales", path.parent)
+    found = run("verify", model, "--data", place / "calib.jsonl", *QUICK, "--scales", wrong)
     calibrate, check = list_printed(found.out)
 
     given = ("--data", place / "calib.jsonl", *QUICK)

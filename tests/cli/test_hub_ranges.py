@@ -14,6 +14,7 @@ from fp8calib.checkpoint.hub import RANGED_FILES, RangedFile
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, succeed
+from tests.kit.checkpoints import change_quantization
 from tests.kit.hub import COMMIT, Answer, FakeHub, serve_hub
 
 ID = "org/tiny"
@@ -48,10 +49,7 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(moved, folder / SHARD, {"format": "pt"})
     files = dict.fromkeys(stored, first.name) | dict.fromkeys(moved, SHARD)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = KV_SCHEME
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return change_quantization(folder, kv_cache_scheme=KV_SCHEME)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ tables again.
 """
 
 import csv
-import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +75,8 @@ def _save_old_autofp8(folder: Path) -> Path:
 
 
 def _save_autofp8_of(scales: dict[str, torch.Tensor], folder: Path) -> Path:
-    config = json.loads((FOLDER / "quark-autofp8-kv" / "config.json").read_text())
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(FOLDER / "quark-autofp8-kv" / "config.json", folder)
     save_file(scales, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

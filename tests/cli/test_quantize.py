@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from fp8calib.commands import check_planned
 from tests import zoo
+from tests.cli.conftest import write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checked import list_commands, list_verdicts
 from tests.kit.checkpoints import change_tensors
@@ -169,8 +170,7 @@ def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(
 def test_calibrate_leaves_what_it_does_not_measure_and_says_so(tmp_path: Path) -> None:
     """Gemma 3n has linears outside its layers."""
     zoo.save("gemma3n_text", tmp_path / "model")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": [*range(3, 40)]}) + "\n" for _ in range(4)))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [*range(3, 40)]}] * 4)
     command = ("calibrate", tmp_path / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
     report = succeed(*command, "--out", tmp_path / "out", "--json").json
     told = [text for text in report["warnings"] if "inputs are not observed" in text]

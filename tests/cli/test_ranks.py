@@ -1,5 +1,6 @@
 """`calibrate` in several processes: the file is that of one process, a failed peer is named."""
 
+import ctypes
 import json
 import os
 import signal
@@ -7,12 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fp8calib.calibration import processes
 from fp8calib.cli import program
@@ -20,7 +21,8 @@ from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.kit.apart import start
-from tests.kit.forks import start_fork
+from tests.kit.checkpoints import Tensors, change_tensors
+from tests.kit.forks import paused, start_fork
 from tests.kit.minutes import in_minutes
 
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
@@ -54,12 +56,16 @@ def find_port() -> int:
 
 
 def start_ranks(
-    count: int, *arguments: object, program: str = "fp8calib", last: str = ""
+    count: int,
+    *arguments: object,
+    program: str = "fp8calib",
+    last: AbstractContextManager[None] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start the processes of a run one by one; the last may run another program."""
-    programs = [program] * (count - 1) + [last or program]
+    """Start the processes of a run one by one, the last of them in a context."""
     shared = share(count)
-    return [start_fork(each, *arguments, **shared, RANK=rank) for rank, each in enumerate(programs)]
+    started = [start_fork(program, *arguments, **shared, RANK=rank) for rank in range(count - 1)]
+    with last or nullcontext():
+        return [*started, start_fork(program, *arguments, **shared, RANK=count - 1)]
 
 
 def share(count: int) -> dict[str, Any]:
@@ -111,8 +117,7 @@ def test_a_process_that_dies_ends_all_and_the_run_can_be_resumed(
 ) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--format", "kv-scales")
-    paused = "tests.cli.program_paused"
-    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=paused)
+    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=paused())
     partial = tmp_path / "out.partial"
     while not list(partial.glob("checkpoint-0*")):
         assert second.poll() is None, "ended before it had kept anything"
@@ -185,10 +190,21 @@ def test_a_process_without_peers_says_so(
     assert f"error: rank {rank} of 2 cannot reach {peer} at 127.0.0.1:" in err
 
 
-def test_a_process_that_is_blocked_inside_torch_ends_too(mixtral: Path, tmp_path: Path) -> None:
+def sleep_in_c(*_: Any, **__: Any) -> None:
+    """Block where no Python signal handler runs."""
+    print("stuck", flush=True)
+    ctypes.CDLL(None).sleep(600)
+
+
+def test_a_process_that_is_blocked_inside_torch_ends_too(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They block where they exchange values."""
+    monkeypatch.setattr(processes, "STUCK_S", 1.0)
+    monkeypatch.setattr(processes.ProcessGroup, "broadcast", sleep_in_c)
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
-    first, second = start_ranks(2, *command, program="tests.cli.program_blocked")
+    first, second = start_ranks(2, *command)
     for process in (first, second):
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
@@ -202,10 +218,11 @@ def test_a_process_that_is_blocked_inside_torch_ends_too(mixtral: Path, tmp_path
 def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -> None:
     """The last sequence, which rank 1 runs, holds a token whose embedding is NaN."""
     zoo.save("llama", tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    weights = load_file(path)
-    weights["model.embed_tokens.weight"][99] = torch.nan
-    save_file(weights, path, metadata={"format": "pt"})
+
+    def spoil(tensors: Tensors) -> None:
+        tensors["model.embed_tokens.weight"][99] = torch.nan
+
+    change_tensors(tmp_path / "model", spoil)
     blind = tmp_path / "blind.yaml"
     blind.write_text("name: blind\nobserve: {weights: false}\n")
     short: list[Any] = [{"input_ids": [5, 6, 7]}] * 7

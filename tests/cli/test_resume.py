@@ -12,9 +12,8 @@ from fp8calib.commands import calibrate_run
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import fail, snapshot, succeed
-from tests.kit.forks import start_fork
+from tests.kit.forks import paused, start_fork
 
-PAUSED = "tests.cli.program_paused"
 LONG = ("--samples", 40, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
 
 
@@ -39,7 +38,10 @@ def test_an_interrupted_run_prints_the_command_that_resumes(
 ) -> None:
     out = tmp_path / "it's an $out" / "out"  # what a shell has to have quoted
     out.parent.mkdir()
-    process = start_fork(PAUSED, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+    with paused():
+        process = start_fork(
+            *("fp8calib", "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+        )
     while not list(out.with_name("out.partial").glob("checkpoint-0*.safetensors")):
         assert process.poll() is None, "ended before it had kept anything"
         time.sleep(0.02)

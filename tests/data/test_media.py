@@ -204,8 +204,8 @@ def test_arrays_are_pixels_of_eight_bits() -> None:
         look(parse_row({"text": "?", "image": Image.new("F", (2, 2))}, "x:1"))
 
 
-def hear(value: Any, rate: int = 16000) -> np.ndarray:
-    return load_audio(Medium(kind=Modality.AUDIO, value=value, origin="x:1", folder=Path()), rate)
+def hear(value: Any) -> np.ndarray:
+    return load_audio(Medium(kind=Modality.AUDIO, value=value, origin="x:1", folder=Path()), 16000)
 
 
 def test_channels_are_averaged() -> None:

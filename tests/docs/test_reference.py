@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY
+from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 
 import fp8calib
@@ -13,8 +15,10 @@ from fp8calib.commands import spell_commands
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.export import ExportRequest
 from fp8calib.commands.options import describe_recipes
-from fp8calib.commands.recipe import SECTIONS, Recipe, parse_recipe
+from fp8calib.commands.recipe import SECTIONS, Quantize, Recipe, load_recipe, parse_recipe
 from fp8calib.commands.request import list_options, option, request_class
+from fp8calib.errors import RecipeError
+from fp8calib.model.module_paths import match_names
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import Row, list_requests, make_commands
 from tests.docs.pages import DOCS, compare_generated, make_table
@@ -119,3 +123,33 @@ def test_the_page_of_python_has_every_argument_and_every_public_name() -> None:
     assert "    force: bool = False,\n" in export
     assert ") -> ExportResult\n" in export
     assert "* `force`: Overwrite earlier output;" in export
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+MODULES = ["model.layers.0.self_attn", "model.layers.0.mlp.up_proj", "model.layers.10.self_attn"]
+
+
+def test_shipped_recipes_are_named_like_their_files_and_described_in_their_first_line() -> None:
+    for name, description in describe_recipes():
+        recipe = load_recipe(name)
+        assert (recipe.name, recipe.description) == (name, description)
+        assert description
+
+
+@pytest.mark.parametrize("pattern", ["self_attn", "re:self_attn", "model.layers.0", "*.SELF_ATTN"])
+def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
+    with pytest.raises(RecipeError, match="matches nothing"):
+        match_names(pattern, MODULES, "observe.ignore")
+
+
+def test_a_recipe_of_0_2_says_that_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    text = "name: mine\nquantize: {{scheme: fp8-dynamic, rounding: {}}}\n"
+    path.write_text(text.format("nearest"))
+    assert load_recipe(str(path)).quantize == Quantize(scheme="fp8-dynamic")
+
+    path.write_text(text.format("gptq"))
+    with pytest.raises(RecipeError, match="rounding"):
+        load_recipe(str(path))

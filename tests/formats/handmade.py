@@ -30,9 +30,9 @@ KV_SCALES = {
 Q_SCALES = {0: (0.5, 4.0, 1.0, 2.0), 1: (8.0, 1.0, 1.0, 1.0)}
 
 
-def amax_of(scales: Sequence[float], factor: float = 1.0) -> torch.Tensor:
+def amax_of(scales: Sequence[float]) -> torch.Tensor:
     """Return the magnitudes whose e4m3fn scales are `scales`."""
-    return torch.tensor(scales, dtype=torch.float32) * factor * 448
+    return torch.tensor(scales, dtype=torch.float32) * 448
 
 
 def make_attention(index: int, **changes: object) -> Attention:
@@ -133,10 +133,6 @@ def latent_stats() -> RunStats:
     return make_stats(geometry, sites)
 
 
-def _part(name: str, count: int, unit: int, first: int = 0) -> Part:
-    return Part(name=name, count=count, unit=unit, first=first, per_group=count)
-
-
 EXPERT_WEIGHTS = {
     "gate_proj": ((1, 2, 3, 4), (5, 6, 7, 8)),
     "up_proj": ((4, 3, 2, 1), (1, 1, 1, 2)),
@@ -160,7 +156,7 @@ def expert_stats() -> RunStats:
             in_features=8,
             out_features=8,
             shard="row" if name == "down_proj" else "column",
-            parts=(_part(name, 8, 1),),
+            parts=(Part(name=name, count=8, unit=1, first=0, per_group=8),),
             num_experts=2,
             expert_block=2,
             weight_name=f"{root}.experts.{name}",
@@ -182,20 +178,10 @@ def expert_stats() -> RunStats:
     return make_stats(geometry, sites)
 
 
-def write_scales(
-    name: str,
-    table: ScaleTable,
-    target: Path,
-    *,
-    source: Checkpoint | None = None,
-    linears: ScaleTable | None = None,
-) -> dict[str, str]:
-    """Write a table in a dialect; return the skipped entries of the source."""
-    job = WriteJob(table=table, source=source, linears=linears)
+def write_scales(name: str, table: ScaleTable, target: Path) -> None:
     write = find_dialect(name).write
     assert write is not None
-    write(job, target)
-    return job.skipped
+    write(WriteJob(table=table), target)
 
 
 def save_source(stats: RunStats, folder: Path, **config: object) -> Checkpoint:

@@ -19,14 +19,13 @@ TWO_HEADS = make_geometry([make_attention(0)])
 def _table(
     values: Mapping[Role, Sequence[float]],
     *,
-    geometry: ModelGeometry = FOUR_HEADS,
     per_head: bool = False,
     fmt: Fp8Format = E4M3FN,
 ) -> ScaleTable:
-    attention = _attention(geometry)
+    attention = _attention(FOUR_HEADS)
     tensors = {role: torch.tensor(numbers) for role, numbers in values.items()}
     return ScaleTable(
-        geometry=geometry,
+        geometry=FOUR_HEADS,
         fmt=fmt,
         tp=1 if per_head else len(tensors[Role.K]),
         per_head=per_head,

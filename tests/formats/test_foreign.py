@@ -2,18 +2,23 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.read import read_scales
 from fp8calib.model.geometry import Role
 from fp8calib.numerics.schemes import InputScaling
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
 from tests.formats.foreign import (
     FOLDER,
     KV_SCALES,
+    LLAMA_ATTENTION,
     NO_KV_SCALES,
     find_geometry,
     load_kv_scales,
@@ -114,3 +119,17 @@ def test_the_scheme_of_each_weight_is_read(name: str) -> None:
         assert scheme.inputs is kind
         if kind is InputScaling.STATIC:
             assert scheme.input_scale == float(stored[key.removesuffix("weight") + "input_scale"])
+
+
+def test_calibrate_measures_on_the_same_tokens_what_modelopt_measured(tmp_path: Path) -> None:
+    tokens = torch.randint(3, 64, (8, 32), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row} for row in tokens])
+    command = ("calibrate", FOLDER / "llama", "--data", rows, "--seq-len", 32)
+    options = ("--dtype", "bfloat16", "--format", "kv-scales", "--out", tmp_path / "out")
+    succeed(*command, *options)
+    ours = load_file(tmp_path / "out" / "kv_scales.safetensors")
+    # within one step of bf16: another processor may sum in another order
+    for layer, theirs in enumerate(load_kv_scales("modelopt-kv")):
+        for role, expected in zip("kv", theirs, strict=True):
+            found = ours[f"{LLAMA_ATTENTION.format(layer)}.{role}_scale"].item()
+            assert expected == [pytest.approx(found, rel=2.0**-7)]

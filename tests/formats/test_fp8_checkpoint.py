@@ -271,8 +271,8 @@ def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
 SCALE = f"{LINEAR}.weight_scale"
 
 
-def _read_all(folder: Path, *, fuse: bool = True) -> None:
-    with Fp8Checkpoint.open(folder, fuse=fuse) as checkpoint:
+def _read_all(folder: Path) -> None:
+    with Fp8Checkpoint.open(folder, fuse=True) as checkpoint:
         for name in checkpoint.tensors:
             checkpoint.read(name)
             if name in checkpoint.quantized:

@@ -24,7 +24,7 @@ from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.formats.write import check_export, check_overlay_source, write_table
 from fp8calib.model.geometry import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.numerics.rules import AMAX, Fallback, Rule, ScaleRules
+from fp8calib.numerics.rules import Fallback, ScaleRules
 from tests.formats.foreign import FOLDER, find_geometry
 from tests.formats.handmade import (
     amax_of,
@@ -245,9 +245,7 @@ def _write(
     formats: tuple[str, ...],
     *,
     tps: tuple[int, ...] = (1,),
-    query: bool = False,
     fallback: Fallback | None = None,
-    rule: Rule = AMAX,
 ) -> list[str]:
     needs_model = any(find_dialect(name).needs_model for name in formats)
     source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
@@ -258,8 +256,8 @@ def _write(
         fmt=E4M3FN,
         tps=tps,
         source=source,
-        query=query,
-        rules=ScaleRules(rule=rule, fallback=fallback),
+        query=False,
+        rules=ScaleRules(fallback=fallback),
     )
 
 

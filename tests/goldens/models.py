@@ -76,9 +76,9 @@ def save(family: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def write_text(path: Path, lengths: tuple[int, ...] = (20,) * 9) -> Path:
+def write_text(path: Path) -> Path:
     """Write rows of token ids."""
-    rows = zoo.draw(list(lengths), seed=5)
+    rows = zoo.draw([20] * 9, seed=5)
     path.write_text("".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows))
     return path
 

@@ -10,6 +10,6 @@ def list_commands(report: Mapping[str, Any], path: str = ".") -> dict[str, str]:
     return {each["engine"].split()[0]: each["command"] for each in found}
 
 
-def list_verdicts(report: Mapping[str, Any], path: str = ".") -> dict[str, str]:
-    found = (each for each in report["checked"] if each["path"] == path)
+def list_verdicts(report: Mapping[str, Any]) -> dict[str, str]:
+    found = (each for each in report["checked"] if each["path"] == ".")
     return {each["engine"].split()[0]: each["summary"] for each in found}

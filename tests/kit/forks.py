@@ -1,7 +1,7 @@
 """Run a program in a fork of this process, which has imported the libraries already.
 
 That takes them seconds in a process of their own. What is about imports, memory or launchers needs
-such a process all the same.
+such a process all the same. What is patched where a fork starts is patched in it.
 """
 
 import os
@@ -12,9 +12,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from tqdm import tqdm
+
+from fp8calib.calibration import journal
+from fp8calib.calibration.journal import Journal
 
 
 def start_fork(module: str, *arguments: object, **variables: object) -> subprocess.Popen[str]:
@@ -54,3 +61,19 @@ def start_fork(module: str, *arguments: object, **variables: object) -> subproce
         restore_signals=False,  # Python ignores SIGPIPE
         preexec_fn=run,  # noqa: PLW1509 -- it never returns, so that nothing else is started
     )
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let a fork save its progress after one batch and wait to be killed, so that none races it."""
+    save_if_due = Journal.save_if_due
+
+    def save_and_wait(self: Journal, *seen: Any) -> None:
+        save_if_due(self, *seen)
+        while True:
+            signal.pause()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "INTERVAL_S", 0.0)
+        patch.setattr(Journal, "save_if_due", save_and_wait)
+        yield

@@ -167,17 +167,15 @@ def _mark(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(bool(absent), reason=reason))
 
 
-def encode(
-    processor: ProcessorMixin, row: list[dict[str, Any]], dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    """Make the inputs of a model of one row; those that are not integers have its `dtype`.
+def encode(processor: ProcessorMixin, row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Make the inputs of a model in fp32 of one row.
 
     The template is the tokenizer's where the processor's class cannot keep one (Chameleon's).
     """
     template = processor.chat_template or processor.tokenizer.chat_template
     return processor.apply_chat_template(
         row, chat_template=template, tokenize=True, return_dict=True, return_tensors="pt"
-    ).to(dtype)
+    ).to(torch.float32)
 
 
 def draw_image(seed: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
@@ -196,10 +194,10 @@ def draw_image(seed: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
     return image
 
 
-def make_tone(seed: int, seconds: float = 0.5, rate: int = 16000) -> np.ndarray:
-    """Make a chord of three tones with a little noise, float32 [samples] in -1 ... 1."""
+def make_tone(seed: int, seconds: float = 0.5) -> np.ndarray:
+    """Make a chord of three tones with a little noise, float32 [samples] in -1 ... 1, at 16 kHz."""
     rng = np.random.default_rng(seed)
-    time = np.arange(int(seconds * rate)) / rate
+    time = np.arange(int(seconds * 16000)) / 16000
     tones = sum(np.sin(2 * np.pi * each * time) for each in rng.uniform(100, 2000, 3))
     return (tones * 0.25 + rng.normal(0, 0.02, len(time))).astype(np.float32)
 

@@ -15,7 +15,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -31,9 +30,8 @@ from fp8calib.quantization.plan import (
 )
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import Written, write_checkpoint
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.checkpoints import Tensors, change_config, change_tensors, load_folder
 
-Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"
 
 
@@ -113,7 +111,7 @@ class Run:
 
     def tensors(self) -> Tensors:
         """Read all tensors that were written."""
-        return read(self.out)
+        return load_folder(self.out)
 
     def config(self) -> dict[str, Any]:
         """Read the quantization config that was written."""
@@ -162,15 +160,6 @@ def separate_scales() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Matrix, "fused_group", property(lambda matrix: matrix.module))
         yield
-
-
-def read(folder: Path) -> Tensors:
-    """Read every tensor of a folder with safetensors' own reader."""
-    tensors: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
 
 
 def to_numpy(weight: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
-Tensors = dict[str, torch.Tensor]
+from tests.kit.checkpoints import Tensors, load_folder
+
 Array = np.ndarray
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 COMPANIONS = (
@@ -25,19 +25,9 @@ DTYPES = {
 }
 
 
-def load_tensors(folder: Path) -> Tensors:
-    """Load every tensor of a folder; none is in two files."""
-    loaded: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found = load_file(path)
-        assert not found.keys() & loaded.keys()
-        loaded |= found
-    return loaded
-
-
 def decode_folder(folder: Path, dtype: torch.dtype | None = None) -> Tensors:
     """Decode a folder: quantized weights in `dtype` (that of config.json), the others unchanged."""
-    stored = load_tensors(folder)
+    stored = load_folder(folder)
     config = json.loads((folder / "config.json").read_text())
     named = config.get("dtype") or config.get("torch_dtype") or config["text_config"]["dtype"]
     dtype = dtype or getattr(torch, named)

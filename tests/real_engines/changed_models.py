@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.kit.checkpoints import change_config
+
 _WIDTH = 128
 
 
@@ -38,9 +40,7 @@ def _save(
 ) -> Path:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes, indent=2))
-    return folder
+    return change_config(folder, **changes)
 
 
 def _widen(

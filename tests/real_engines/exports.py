@@ -4,15 +4,14 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from fp8calib.cli import main_inner
 from tests import zoo
+from tests.kit.checkpoints import load_folder
 
 # vLLM's CPU kernels want FP8 heads of a multiple of 32 elements: 4 heads of 32.
 WIDTH = {"hidden_size": 128}
@@ -70,8 +69,7 @@ def calibrate(model: Path, out: Path, formats: tuple[str, ...], *options: object
 def read_scales(checkpoint: Path) -> Scales:
     """Read k and v of every layer out of the weight files of a checkpoint folder."""
     found: dict[int, dict[str, list[float]]] = {}
-    tensors = (load_file(path).items() for path in sorted(checkpoint.glob("*.safetensors")))
-    for name, value in chain.from_iterable(tensors):
+    for name, value in load_folder(checkpoint).items():
         if name.endswith("_scale"):
             role = name.rpartition(".")[2].removesuffix("_scale")
             found.setdefault(layer_index(name), {})[role] = value.flatten().tolist()

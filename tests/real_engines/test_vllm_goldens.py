@@ -1,16 +1,21 @@
 """vLLM still answers as recorded; with FP8CALIB_RECORD set, its answers are written instead."""
 
 import json
+import math
 import os
+from collections.abc import Sequence
 
 import pytest
 
 from tests.engines.vllm_cases import CASES, GOLDENS
-from tests.kit.numbers import finite
 from tests.real_engines.fuzz.engines import list_layers
 from tests.real_engines.vllm_job import load_or_refuse
 
 Answer = dict[str, str | list[float | None]]
+
+
+def finite(numbers: Sequence[float]) -> float | None:
+    return max(numbers) if all(map(math.isfinite, numbers)) else None
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tests import zoo
 from tests.architectures import families
 from tests.engines.check_handmade import PER_TENSOR, QUARK
 from tests.engines.test_check_vllm_loader import ELSEWHERE, IN_ATTENTION
+from tests.kit.checkpoints import change_config
 from tests.real_engines.exports import HEADS, LATENT, WIDTH
 from tests.real_engines.vllm_job import ForkServer
 
@@ -72,10 +73,8 @@ def _save(family: str, method: str, folder: Path) -> None:
         families.save(family, {**families.FAMILIES[family], **MODELS[family]}, folder)
     (names,) = open_folder(folder).tensors.values()
     ignored = [name.rpartition(".")[0] for name in names]
-    config = json.loads((folder / "config.json").read_text())
     if method != "none":
-        config["quantization_config"] = _make_config(method, ignored)
-    (folder / "config.json").write_text(json.dumps(config))
+        change_config(folder, quantization_config=_make_config(method, ignored))
 
 
 def _make_config(method: str, ignored: Sequence[str]) -> Mapping[str, object]:

@@ -81,8 +81,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(place: Path) -> Callable[..., Any]:
     """Give a function that verifies against a server, and returns the report."""
 
-    def asked(url: str, *options: object, text: str = "held-out.jsonl") -> Any:
-        data = ("--data", place / text, *QUICK, "--engine", "vllm-cpu")
+    def asked(url: str, *options: object) -> Any:
+        data = ("--data", place / "held-out.jsonl", *QUICK, "--engine", "vllm-cpu")
         scales = ("--scales", place / "model-out" / "kv-overlay")
         command = ("server", url, place / "model", *data, *scales, "--json", *options)
         return succeed(*command).json

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import fp8calib
 from fp8calib.plugins.kv_types import kv_types
 from tests import zoo
+from tests.kit.checkpoints import load_folder
 from tests.plugins.kv_types.by_hand import nvfp4, store_all
 from tests.verification.by_hand import HandCache, text_config
 
@@ -46,7 +47,7 @@ def exported(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def read_scales(folder: Path) -> dict[str, float]:
-    tensors = [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
+    tensors = load_folder(folder).items()
     return {name: float(x) for name, x in tensors if name.endswith(("k_scale", "v_scale"))}
 
 

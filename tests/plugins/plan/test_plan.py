@@ -5,25 +5,42 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
-from safetensors import safe_open
 
 from fp8calib.verification import score
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 from tests.kit.checked import list_commands, list_verdicts
+from tests.kit.checkpoints import load_folder
 from tests.kit.minutes import in_minutes, takes_minutes
-from tests.kit.planted import LENGTH, plant
 
+LENGTH = 32
 QUICK = ("--seq-len", 32, "--dtype", "float32", "--batch-size", 12)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+def plant(folder: Path, change: Callable[[Any], None], **sizes: int) -> tuple[Path, Path]:
+    """Write a changed llama, of four layers unless `sizes` says it, and text that it wrote."""
+    model: Any = zoo.build("llama", **{"num_hidden_layers": 4, **sizes})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        change(model)
+        tokens = torch.randint(3, 95, (60, 1), generator=generator)
+        for _ in range(LENGTH - 1):
+            shares = torch.softmax(model(tokens).logits[:, -1, :95], -1)
+            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=generator)], 1)
+    model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    rows = [{"input_ids": row.tolist()} for row in tokens]
+    return folder / "model", write_rows(folder / "text.jsonl", rows)
 
 
 def sharpen(model: Any) -> None:
@@ -46,12 +63,7 @@ def plan(planted: tuple[Path, Path], out: Path, *options: object) -> Any:
 
 
 def count_stored(folder: Path) -> int:
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
-        total += sum(each.numel() * each.element_size() for each in tensors)
-    return total
+    return sum(each.numel() * each.element_size() for each in load_folder(folder).values())
 
 
 def verify(planted: tuple[Path, Path], *options: object) -> list[Any]:

@@ -1,6 +1,5 @@
 """A small llama that needs scales in one layer, and servers of it with planted faults."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.token_scores import open_lm_head
 from tests import zoo
+from tests.cli.conftest import write_rows
 from tests.plugins.server.fake import Predict
 
 LAYERS = 3
@@ -60,8 +60,7 @@ def write_ids(path: Path, count: int, length: int, *, seed: int) -> Path:
     """Write rows of random token ids."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(3, VOCABULARY, (count, length), generator=generator).tolist()
-    path.write_text("".join(f"{json.dumps({'input_ids': row})}\n" for row in rows))
-    return path
+    return write_rows(path, [{"input_ids": row} for row in rows])
 
 
 class Runner:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import zoo
-from tests.cli.conftest import save_tokenizer
+from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, succeed
 from tests.plugins.server.fake import Asked, Break, FakeServer, Reply
 
@@ -36,8 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write three rows of token ids."""
     path = tmp_path_factory.mktemp("data") / "ids.jsonl"
     rows = [{"input_ids": [(7 * i + j) % 90 for j in range(16)]} for i in range(SEQUENCES)]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from fp8calib.plugins.server.decoding import assess_decoding
 from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.plugins.server.server_kinds import KINDS
 from fp8calib.verification.report import VerifyReport
+from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, succeed
 from tests.plugins.server import planted
 from tests.plugins.server.fake import Asked, FakeServer, Predict, Reply
@@ -38,8 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(ROWS)
     ]
     ids = {"input_ids": [5, *range(6, 40)]}
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, ids]))
-    return path
+    return write_rows(path, [*rows, ids])
 
 
 def ask(url: str, model: Path, data: Path, *options: object) -> Any:
@@ -286,15 +286,15 @@ def test_decoding_that_agrees_is_said_to(model: Path, ids: Path, unscaled: Predi
 
 
 def assess(
-    changes: Sequence[Sequence[float]], *, noise: Sequence[float] = (0.0,), prompt: int = 3
+    changes: Sequence[Sequence[float]], *, noise: Sequence[float] = (0.0,)
 ) -> ServerDecodeResult:
     """Assess answers whose decoded tokens differ by `changes` from those of prompts."""
     shift = torch.tensor(noise).repeat(1000)
     written, again = (
         [
             WrittenSequence(
-                ids=torch.arange(prompt + len(each)),
-                num_prompt=prompt,
+                ids=torch.arange(3 + len(each)),
+                num_prompt=3,
                 logprobs=torch.tensor(each) - 2.0 + more[: len(each)],
             )
             for each in changes

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.engines.check_handmade import PER_TENSOR
+from tests.kit.checkpoints import change_config, change_tensors
 
 GOLDENS = Path(__file__).with_name("goldens") / "live-vllm-0.32.0.json"
 FAULTS = (
@@ -53,12 +53,8 @@ def write_model(
         for role, numbers in (("k", K), ("v", V))
         for index in range(layers if factor else 0)
     }
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": quantization} if scales else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    change_tensors(folder, scales)
+    return change_config(folder, **({"quantization_config": quantization} if scales else {}))
 
 
 Change = tuple[int, int, str, str, list[str]]

@@ -69,11 +69,9 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def make_worker(*, quantizes_query: bool = False) -> tuple[Any, list[Attention]]:
+def make_worker() -> tuple[Any, list[Attention]]:
     """Make a worker of two layers, an encoder and a drafter's layer."""
     layers = [Attention(f"model.layers.{index}.self_attn.attn", 0.5 + index) for index in (0, 1)]
-    for layer in layers:
-        layer.query_quant = object() if quantizes_query else None
     encoder = Attention("visual.attn", 1.0, kind="encoder_only")
     drafted = Attention("mtp.layers.0.self_attn.attn", 0.25)
     model = nn.ModuleList([*layers, encoder, nn.Linear(2, 2)])
