@@ -272,7 +272,7 @@ def _read_dataset(source: HubSource | Path, label: str) -> _Values:
         hint = "save it again with datasets.save_to_disk"
         if isinstance(source, tuple):
             label = f"hub:{source[0]}, config {source[1] or 'default'}, split {source[2]}"
-            hint = "check name, configuration, split and network, or use --data with a local file"
+            hint = "check name, configuration and split, or use --data with a local file"
         why = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"{label}: the dataset cannot be read ({why})", hint=hint) from error
 
