@@ -221,6 +221,9 @@ def test_models_whose_weights_are_not_here_are_refused() -> None:
     model.model.layers[1].mlp.to("meta")
     refuse(model, r"layers\.1\.mlp.*offloaded")
     model = zoo.build("llama")
+    model._hf_peft_config_loaded = True
+    refuse(model, "adapters")
+    model = zoo.build("llama")
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
         torch.zeros(48, 32, dtype=torch.int8), requires_grad=False
     )
