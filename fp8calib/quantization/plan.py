@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.origin import CalibrationOrigin
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME, replace_dtype
@@ -22,6 +23,7 @@ from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.metadata import make_metadata
+from fp8calib.model.geometry import ModelGeometry
 from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, Scheme, count_parts
 from fp8calib.quantization.ignored import span_layers, spell_options
@@ -29,11 +31,7 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings, check_layer_schemes
 from fp8calib.quantization.shard_layout import Codes, OutputTensor, ShardLayout, lay_out
-
-if TYPE_CHECKING:  # only named
-    from fp8calib.calibration.origin import CalibrationOrigin
-    from fp8calib.model.geometry import ModelGeometry
-    from fp8calib.quantization.sources.decoded import DecodedCheckpoint
+from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"

@@ -233,22 +233,22 @@ def judge_loading(
     if engine.replay_folder is None:
         return [], warnings
     release, figures = engine.release, "the figures are those of its arithmetic"
-    unusable: dict[str, str] = {}
-    doubts: dict[str, str] = {}
     reports = dict(_replay_all(engine, model, opened, scheme))
-    for name, report in reports.items():
-        if report.load_fault:
-            unusable[name] = f"{release} cannot load it ({report.load_fault}); {figures} alone"
-        elif report.unknown:
-            doubts[name] = f"whether {release} loads it is unknown ({report.unknown[0]})"
-    for each in (each for each in opened if each.name not in unusable):
-        if why := _find_unused(each, reports.get(each.name), model, engine):
-            unusable[each.name] = (
-                f"{release} does not use its KV scales ({why}); {figures} with them"
-            )
-    for name, text in (*unusable.items(), *doubts.items()):
-        warnings.append(f"{'the unquantized model' if name == SCALE_ONE else name}: {text}")
-    return list(unusable), warnings
+    candidates = {each.name: each for each in opened}
+    unusable: list[str] = []
+    for name in reports | candidates:
+        report, found, text = reports.get(name), candidates.get(name), ""
+        if report is not None and report.load_fault:
+            text = f"{release} cannot load it ({report.load_fault}); {figures} alone"
+        elif found is not None and (why := _find_unused(found, report, model, engine)):
+            text = f"{release} does not use its KV scales ({why}); {figures} with them"
+        if text:
+            unusable.append(name)
+        elif report is not None and report.unknown:
+            text = f"whether {release} loads it is unknown ({report.unknown[0]})"
+        if text:
+            warnings.append(f"{'the unquantized model' if name == SCALE_ONE else name}: {text}")
+    return unusable, warnings
 
 
 def _replay_all(

@@ -46,7 +46,11 @@ def _find_layer(config: Fields, module: str) -> tuple[Fields, str]:
     extra = config.get("extra_config")
     layers: Mapping[str, object] = extra if isinstance(extra, dict) else {}
     ends = (key for key in layers if module.endswith(f".{key}"))
-    expressions = (key for key in layers if not _SPECIAL.isdisjoint(key) and _searches(key, module))
+    expressions = (
+        key
+        for key in layers
+        if not _SPECIAL.isdisjoint(key) and matches_expression(f".*(?:{key})", module)  # a search
+    )
     for keys in ((key for key in layers if key == module), ends, expressions):
         key = next(keys, None)
         if key is not None and isinstance(own := layers[key], dict):
@@ -56,10 +60,6 @@ def _find_layer(config: Fields, module: str) -> tuple[Fields, str]:
     if isinstance(names, list) and not module.startswith(tuple(map(str, names))):
         return {**config, "bits": _UNQUANTIZED_BITS}, "block_name_to_quantize"
     return config, ""
-
-
-def _searches(expression: str, module: str) -> bool:
-    return matches_expression(f".*(?:{expression})", module)  # engines search
 
 
 def _make_finder(path: Path, config: Fields) -> FindScheme:
