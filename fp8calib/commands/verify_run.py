@@ -160,14 +160,14 @@ def run(
         for note in asked.warnings:
             reporter.warn(note)
         output = Path(request.dump or request.report or "none").absolute()
-        mode = plan_verification(asked, model, output.parent, may_share=True)
+        mode = plan_verification(asked, output.parent, may_share=True)
         if request.dry_run:
             names = [each.name for each in asked.candidates]
-            return describe_run(model, mode, asked.plan, engine=asked.engine, candidates=names)
+            return describe_run(model, mode, asked.plan, engine=asked.engine.key, candidates=names)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
         asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
-        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+        with PeakMemory() as peak, open_scored(asked, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
     report = complete_report(done, report, scores, request, model, mode, peak, specs)
     for note in report.warnings:
@@ -282,20 +282,15 @@ def open_verification(
             "reference` emulates it"
         ]
     return Verification(
-        model=model.name,
+        model=model,
         fingerprint=target.fingerprint,
-        geometry=geometry,
+        engine=engine,
         numerics=numerics,
         candidates=tuple(candidates),
         plan=plan,
         batch_size=request.batch_size,
-        engine=engine.key,
-        engine_version=engine.release,
-        dtype=model.dtype,
-        device=model.device,
         rules=make_rules(target, rules, opened),
         opened=tuple(opened),
-        fmt=fmt,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
         unusable=unusable,

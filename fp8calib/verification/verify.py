@@ -25,12 +25,12 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
 from fp8calib.engines.arithmetic import Numerics
+from fp8calib.engines.engine import Engine
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
-from fp8calib.model.geometry import ModelGeometry, Role, Site
+from fp8calib.model.geometry import Role, Site
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
@@ -77,21 +77,16 @@ _MOST_DB = 200.0
 class Verification:
     """What is compared with an unquantized model, on which text; made before a weight is read."""
 
-    model: str
-    """Its name."""
+    model: RunModel
     fingerprint: str = ""
     """Hash of its config and weights (`fingerprint_model`)."""
-    geometry: ModelGeometry
+    engine: Engine
     numerics: Numerics
     """How the engine computes."""
     candidates: tuple[Candidate, ...]
     """In the order of the report."""
     plan: DataPlan
     batch_size: int = 1
-    engine: str = ""
-    engine_version: str = ""
-    dtype: str = "float32"
-    device: str = "cpu"
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
     others: tuple[Candidate, ...] = ()
@@ -103,8 +98,6 @@ class Verification:
     """Whether the unquantized model runs again, in batches of another size."""
     opened: tuple[Candidate, ...] = ()
     """Candidates that were opened: files and statistics."""
-    fmt: Fp8Format = E4M3FN
-    """The format of statistics and of scale 1.0."""
     gate: Gate | None = None
     """None: each candidate has its own."""
     is_strict: bool = False
@@ -149,7 +142,7 @@ def run_verification(
                 refused=(*asked.refused, refused),
                 warnings=(*asked.warnings, str(refused)),
             )
-    layer_of, rows = asked.geometry.index_modules(), {}
+    layer_of, rows = asked.model.prepared.geometry.index_modules(), {}
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
     ppl = compute_ppl(scores.reference.logprobs)
     broken = explain_broken(ppl, vocab_size)
@@ -181,11 +174,11 @@ def run_verification(
             lambda text: rescore((), text, stage="noise floor").reference.logprobs,
         )
     report = VerifyReport(
-        model=asked.model,
-        engine=asked.engine or asked.numerics.name,
-        engine_version=asked.engine_version,
-        dtype=asked.dtype,
-        device=asked.device,
+        model=asked.model.name,
+        engine=asked.engine.key,
+        engine_version=asked.engine.release,
+        dtype=asked.model.dtype,
+        device=asked.model.device,
         data=asked.plan.sources,
         tokens=len(scores.reference.logprobs),
         sequences=len(asked.plan.lengths),
@@ -330,7 +323,6 @@ def _judge(
 
 def plan_verification(
     asked: Verification,
-    model: RunModel,
     scratch: Path,
     *,
     walks: int = 2,
@@ -343,6 +335,7 @@ def plan_verification(
     `walks`, of which the noise floor is one. `always_streams` says why the model is streamed in any
     case. Where a GPU has room, candidates `may_share` a batch with the unquantized model.
     """
+    model = asked.model
     if model.is_placed:
         return MemoryPlan()
     text = list(batches(asked.plan, asked.batch_size))
@@ -356,7 +349,7 @@ def plan_verification(
     extra = {}
     roles = {site.role for each in scored for site in each.quantizers}
     if Role.P in roles:
-        heads = [attention.num_heads for _, attention in asked.geometry.attentions()]
+        heads = [each.num_heads for _, each in model.prepared.geometry.attentions()]
         length = max(batch.input_ids.shape[1] for batch in text)
         extra["attention in fp32"] = attending_bytes(torch.device(model.device), max(heads), length)
     work = Workload(
@@ -386,12 +379,13 @@ def plan_verification(
 
 @contextmanager
 def open_scored(
-    asked: Verification, model: RunModel, mode: MemoryPlan, progress: Progress
+    asked: Verification, mode: MemoryPlan, progress: Progress
 ) -> Iterator[PreparedModel | StreamedModel]:
     """Load the model whole, or open it for streaming.
 
     Of one in memory, the weights that candidates replace are copied first.
     """
+    model = asked.model
     if model.is_live and any(each.weights for each in asked.candidates):
         assert isinstance(model.checkpoint, LiveCheckpoint)  # noqa: S101 -- of every live model
         model.checkpoint.hold()

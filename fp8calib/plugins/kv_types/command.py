@@ -112,11 +112,12 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     warnings: list[str] = []
 
     def make_candidates(asked: Verification) -> list[Candidate]:
+        geometry = asked.model.prepared.geometry
         if others := [each.name for each in asked.opened if each.weights]:
             raise ModelError(f"{others[0]}: holds weights, or no KV scales", hint="name scales")
         made = [(FP8_TYPES[0], candidate) for candidate in asked.candidates]
         for name in dict.fromkeys(request.kv_cache_dtype or engine.cache_types):
-            if why := _explain_misfit(name, asked.geometry):
+            if why := _explain_misfit(name, geometry):
                 if request.kv_cache_dtype:
                     raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=f"leave out {name}")
                 warnings.append(f"the cache type {name} is left out: {why}")
@@ -124,7 +125,9 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
             elif name not in FP8_TYPES:
                 made += [(name, each) for each in _make_candidates(name, asked, engine)]
         for name, candidate in made:
-            facts[candidate.name] = _find_facts(name, request.kv_memory, engine, asked.geometry)
+            facts[candidate.name] = _find_facts(
+                name, request.kv_memory, engine, asked.model.prepared.geometry
+            )
         return [candidate for name, candidate in made if name not in FP8_TYPES]
 
     names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}
@@ -163,7 +166,7 @@ def _explain_misfit(name: str, geometry: ModelGeometry) -> str:
 
 def _make_candidates(name: str, asked: Verification, engine: Engine) -> Iterator[Candidate]:
     """Emulate a type, and again with the scales of --scales if it uses any."""
-    geometry, numerics = asked.geometry, asked.numerics
+    geometry, numerics = asked.model.prepared.geometry, asked.numerics
     tables = {each.name: each.table for each in asked.opened if each.table is not None}
     if name == _E5M2:
         yield build_kv_candidate(name, make_unscaled_table(geometry, E5M2), numerics)

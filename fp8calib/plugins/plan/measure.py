@@ -133,18 +133,18 @@ def open_measured_model(
     moved = {len(first.sequences) + index: row for index, row in second.media.items()}
     texts = (*first.sequences, *second.sequences)
     asked = Verification(
-        model=model.name,
-        geometry=model.prepared.geometry,
+        model=model,
+        engine=opened.engines[0],
         numerics=opened.target.numerics,
         candidates=(choices.emulate(whole),) * AT_ONCE,
         plan=replace(first, sequences=texts, media={**first.media, **moved}),
         batch_size=opened.request.batch_size,
     )
     why = "each group is measured from its own layer on"
-    mode = plan_verification(asked, model, Path.cwd(), walks=1, always_streams=why)
+    mode = plan_verification(asked, Path.cwd(), walks=1, always_streams=why)
     for text in mode.describe():
         reporter.say(text)
-    with open_scored(asked, model, mode, reporter) as scored:
+    with open_scored(asked, mode, reporter) as scored:
         assert isinstance(scored, StreamedModel)  # noqa: S101 -- always streamed
         choices.open(scored.prepared)
         yield scored

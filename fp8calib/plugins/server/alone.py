@@ -71,7 +71,7 @@ def report_alone(asked: Verification, reference: torch.Tensor, duration_s: float
     """Make a report without candidates."""
     plan = asked.plan
     return VerifyReport(
-        model=asked.model,
+        model=asked.model.name,
         engine=asked.numerics.name,
         engine_version="",
         dtype="unknown",

@@ -74,7 +74,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return _compare_alone(request, asked, servers, reporter)
         try:
             mode = plan_verification(
-                asked, model, Path(request.dump or request.report or "none").absolute().parent
+                asked, Path(request.dump or request.report or "none").absolute().parent
             )
             require_memory(request, mode)
         except UsageError as error:
@@ -84,10 +84,10 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             return _compare_alone(request, asked, servers, reporter)
         if not servers:
             names = [each.name for each in asked.candidates]
-            return describe_run(model, mode, asked.plan, engine=asked.engine, candidates=names)
+            return describe_run(model, mode, asked.plan, engine=asked.engine.key, candidates=names)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
-        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+        with PeakMemory() as peak, open_scored(asked, mode, reporter) as scored:
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = ask_servers(servers, asked.plan, writer, reporter)
             top_ids = answers.scores.top_ids

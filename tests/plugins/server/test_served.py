@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
 from fp8calib.engines.arithmetic import Numerics
+from fp8calib.engines.registry import REFERENCE
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
@@ -172,9 +174,12 @@ def test_report_shows_both_figures_of_each_cache(tmp_path: Path) -> None:
         own = Candidate(name=name, quantizers=CACHE_TYPES[name].quantize(subject.geometry))
         table = make_unscaled_table(subject.geometry, E4M3FN)
         candidates = (build_kv_candidate("scale-1.0", table, PLAIN), own)
+        held: Any = SimpleNamespace(
+            name="tiny", prepared=subject.prepared, dtype="float32", device="cpu"
+        )
         asked = Verification(
-            model="tiny",
-            geometry=subject.geometry,
+            model=held,
+            engine=REFERENCE,
             numerics=PLAIN,
             candidates=candidates,
             plan=make_plan(text),
