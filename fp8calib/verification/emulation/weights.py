@@ -236,7 +236,8 @@ def changed_weights(
     At the end, the unquantized weights are read again from `originals`; with `keeps` they are
     copied on their device before. `damage` and `scales` receive those of each weight (`Changed`).
     """
-    values = {name: parameter.data for name, parameter in model.named_parameters()}
+    parameters = model.named_parameters() if changes else ()  # listing them takes milliseconds
+    values = {name: parameter.data for name, parameter in parameters}
     touched: list[WeightParameter] = []
     kept: dict[str, torch.Tensor] = {}
     try:
