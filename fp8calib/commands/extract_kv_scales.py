@@ -234,9 +234,7 @@ def _relate(
     check_origin(str(path), table.origin, fingerprint)
     compared, related = "", list[str]()
     if table.origin is None:
-        compared, related = compare_source(
-            path, checkpoint, table.geometry, other_weights=request.other_weights
-        )
+        compared, related = compare_source(path, checkpoint, other_weights=request.other_weights)
     return Attachment(replaces_scales=request.replace_scales, compared=compared), related
 
 

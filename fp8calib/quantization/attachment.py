@@ -91,13 +91,13 @@ def relate_to_quantized(
     difference, found = compare_weights(hashes, checkpoint)
     unchecked = found.get("unchecked", "")
     notes = _list_accepted(
-        *(difference, unchecked, other, checkpoint.folder, geometry), other_weights=other_weights
+        difference, unchecked, other, checkpoint.folder, other_weights=other_weights
     )
     return replace(plain, model=fingerprint, accepted=difference, **found), notes
 
 
 def compare_source(
-    source: Path, model: Checkpoint, geometry: ModelGeometry, *, other_weights: bool
+    source: Path, model: Checkpoint, *, other_weights: bool
 ) -> tuple[str, list[str]]:
     """Check that a checkpoint whose scales record no model was made from an unquantized one.
 
@@ -124,9 +124,7 @@ def compare_source(
             return "", [note]
         difference, found = compare_weights(recorded, stored)
     other, unchecked = f"{source} was not made from {model.folder}", found.get("unchecked", "")
-    notes = _list_accepted(
-        *(difference, unchecked, other, source, geometry), other_weights=other_weights
-    )
+    notes = _list_accepted(difference, unchecked, other, source, other_weights=other_weights)
     return found.get("compared", ""), notes
 
 
@@ -135,7 +133,6 @@ def _list_accepted(
     unchecked: str,
     other: str,
     folder: Path,
-    geometry: ModelGeometry,
     *,
     other_weights: bool,
 ) -> list[str]:
@@ -156,13 +153,8 @@ def _list_accepted(
             f"{folder} is not known to be made from the calibrated model: {difference}, "
             "and --other-weights accepts it. Scales that AWQ and SmoothQuant fold into norms and "
             "the linears after them leave K and V as they were; after other changes the KV scales "
-            "do not fit"
+            "do not fit: without shared KV heads, AWQ may also fold scales into v_proj"
         )
-        if any(each.num_heads == each.num_kv_heads for _, each in geometry.attentions()):
-            notes.append(
-                "this model has as many KV heads as query heads: there AWQ may also fold scales "
-                "into v_proj and o_proj, which changes V"
-            )
     return notes
 
 
