@@ -166,7 +166,7 @@ def run(
             return describe_run(model, mode, asked.plan, engine=asked.engine.key, candidates=names)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
-        asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
+        asked = replace(asked, shares_batch=mode.models_in_a_batch > 1)
         with PeakMemory() as peak, open_scored(asked, mode, reporter) as scored:
             done, report, scores = run_verification(asked, scored, reporter)
     report = complete_report(done, report, scores, request, model, mode, peak, specs)

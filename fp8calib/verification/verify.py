@@ -94,8 +94,6 @@ class Verification:
     watched: Sequence[torch.Tensor] | None = None
     """Passed to `score`, as is the next."""
     shares_batch: bool = False
-    measures_noise: bool = False
-    """Whether the unquantized model runs again, in batches of another size."""
     opened: tuple[Candidate, ...] = ()
     """Candidates that were opened: files and statistics."""
     gate: Gate | None = None
@@ -164,15 +162,14 @@ def run_verification(
         for base in kind
         if name not in {base, SCALE_ONE}
     )
-    rescore, kv, noise = partial(score, model, progress=progress), None, None
+    rescore, kv = partial(score, model, progress=progress), None
     has_fits = any(row.loss_db is not None for row in rows.get(SCALE_ONE, ()))
     if has_fits and (len(results) == 1 or len(cached) > 1):
         kv = _assess(asked, rows, klds, pairs, partial(rescore, batches=text))
-    if asked.measures_noise:
-        noise = measure_noise(
-            *(asked.plan, asked.batch_size, scores.reference.logprobs),
-            lambda text: rescore((), text, stage="noise floor").reference.logprobs,
-        )
+    noise = measure_noise(
+        *(asked.plan, asked.batch_size, scores.reference.logprobs),
+        lambda text: rescore((), text, stage="noise floor").reference.logprobs,
+    )
     report = VerifyReport(
         model=asked.model.name,
         engine=asked.engine.key,

@@ -92,7 +92,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             text, answers = ask_servers(servers, asked.plan, writer, reporter)
             top_ids = answers.scores.top_ids
             watched = list(split_sequences(top_ids, text.lengths)) if top_ids.shape[1] else None
-            asked = replace(asked, plan=text, watched=watched, measures_noise=True)
+            asked = replace(asked, plan=text, watched=watched)
             asked, report, scores = run_verification(asked, scored, reporter)
             names = [each.name for each in asked.candidates]
             evidence = ServerEvidence(
