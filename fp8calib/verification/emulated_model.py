@@ -87,11 +87,9 @@ def emulate(
             numerics=numerics,
             fmt=FP8_FORMATS[fp8_dtype],
         )
-        given = candidate
-        if not isinstance(given, Candidate):
-            given = getattr(given, "stats", given)  # of the result of `calibrate`
-        if isinstance(given, Candidate):
-            made = fit_to_model(given, target)
+        given = getattr(candidate, "stats", candidate)  # of the result of `calibrate`
+        if isinstance(candidate, Candidate):
+            made = fit_to_model(candidate, target)
         elif given == SCALE_ONE:
             made = open_candidate(None, target)
         elif isinstance(given, str) and given in SCHEMES:

@@ -45,7 +45,6 @@ from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 
 Scales = str | Path | RunStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
-_SAMPLE_BYTES = 4096
 
 
 def require_head(model: RunModel) -> None:

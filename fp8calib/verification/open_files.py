@@ -55,12 +55,12 @@ def _check_weights(path: Path, target: Target) -> str:
     """Refuse an overlay whose weights or config are another model's; name a quantized weight."""
     quantized = ""
     try:
-        opened = Checkpoint.open(path) if (path / CONFIG_NAME).is_file() else None
+        overlay = Checkpoint.open(path) if (path / CONFIG_NAME).is_file() else None
     except ModelError:
-        opened = None
-    if opened is None:
+        overlay = None
+    if overlay is None:
         return quantized  # no weights beside the scales: nothing to compare
-    with opened as overlay:
+    with overlay:
         _check_config(overlay, target)
         for name, entry in overlay.tensors.items():
             if len(entry.shape) > 1 and entry.dtype not in PLAIN_DTYPES:
