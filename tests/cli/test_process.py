@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib import __version__
 from tests.cli.conftest import write_rows
 from tests.cli.program import snapshot
 from tests.kit.apart import ENVIRONMENT, run_apart, run_code, start
@@ -19,12 +18,6 @@ from tests.kit.forks import start_fork
 PROGRAM = (sys.executable, "-m", "fp8calib")
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
-
-
-def test_the_package_runs_as_a_module() -> None:
-    process = start(*PROGRAM, "--version")
-    assert process.communicate(timeout=60) == (f"fp8calib {__version__}\n", "")
-    assert process.returncode == 0
 
 
 def test_help_does_not_pay_for_heavy_imports() -> None:

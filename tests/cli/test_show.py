@@ -43,17 +43,6 @@ def test_large_tensors_are_described(tmp_path: Path) -> None:
     assert scales["b.weight_scale"] == [1.0] * 65536
 
 
-@pytest.mark.parametrize("options", [(), ("--all",)])
-def test_names_cannot_steer_the_terminal(tmp_path: Path, options: tuple[str, ...]) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({"\x1b[2J\n.k_scale": torch.tensor(0.5)}, path)
-
-    out = succeed("show", path, *options).out
-
-    assert "\x1b" not in out
-    assert r"\x1b[2J\n.k_scale" in out
-
-
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     save_file({"a.k_scale": torch.tensor(0.5)}, tmp_path / "x.safetensors")
     (tmp_path / "folder").mkdir()
