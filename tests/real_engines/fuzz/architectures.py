@@ -21,9 +21,13 @@ from tests.zoo import ZOO
 _WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
 _HEADS: dict[str, Any] = {"head_dim": 64}
 _CHANGES: Mapping[str, Mapping[str, Any]] = KNOWN["wide"]
+_COMPARED: Mapping[str, dict[str, Any]] = KNOWN["compared"]
 _FINE = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 SIMPLEST = "llama"
-ARCHITECTURES = (*dict.fromkeys((*ZOO, *FAMILIES)), *(WIDE if is_torchvision_available() else ()))
+ARCHITECTURES = (
+    *dict.fromkeys((*ZOO, *FAMILIES, *_COMPARED)),
+    *(WIDE if is_torchvision_available() else ()),
+)
 """The model types; the first is what a disagreement is reduced to where it persists."""
 _TOWER = re.compile(r"(vision_tower\.)(?=embeddings|encoder|post_layernorm|pre_layrnorm|head)")
 """How transformers 5 begins names of CLIP and Siglip, that checkpoints on the Hub, and vLLM, have
@@ -33,6 +37,7 @@ _TOWER = re.compile(r"(vision_tower\.)(?=embeddings|encoder|post_layernorm|pre_l
 def make_config(architecture: str, **changes: Any) -> dict[str, Any]:
     """Give the fields of a tiny config; `changes` override them."""
     fields = {**SIZES, **ZOO.get(architecture, {}), **FAMILIES.get(architecture, {}), **_WIDE}
+    fields |= _COMPARED.get(architecture, {})
     fields |= {name: 128 for name in _FINE if name in fields}
     fields |= _HEADS if "head_dim" in fields or architecture == SIMPLEST else {}
     return {**fields, **_CHANGES.get(architecture, {}), **changes}
