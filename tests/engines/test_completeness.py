@@ -340,6 +340,26 @@ def test_a_tower_under_a_name_that_vllms_class_stops_at_is_not_called_fine(
     assert stops == (path == "vision_tower")
 
 
+def test_an_output_layer_under_a_name_that_transformers_alone_finds_is_unknown(
+    tmp_path: Path,
+) -> None:
+    """Idefics 3 has no `model.lm_head` in vLLM 0.32.0, which stops at it."""
+    save_multimodal("idefics3", tmp_path / "model")
+    assert ask(tmp_path / "model", "vllm==0.32")["vllm==0.32"].ok
+    change_tensors(
+        tmp_path / "model",
+        lambda tensors: {
+            name.replace("lm_head", "model.lm_head", 1): tensor for name, tensor in tensors.items()
+        },
+    )
+
+    reports = ask(tmp_path / "model", "vllm==0.32", "transformers")
+
+    (unknown,) = reports["vllm==0.32"].unknown
+    assert "model.lm_head.weight" in unknown
+    assert reports["transformers"].ok
+
+
 def test_a_stored_output_layer_that_the_class_of_a_wrapped_model_may_lack_is_unknown(
     tmp_path: Path,
 ) -> None:

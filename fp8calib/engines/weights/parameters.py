@@ -155,9 +155,10 @@ def judge_head(facts: Release, classes: ClassMap, stored: OpenedWeights) -> Iter
     wants_own = not is_tied or is_own or is_untied
     fix = "remove it: config.json ties it to the embedding" if is_tied else _TIED_FIX
     if wants_own and geometry.is_wrapped:  # its text_config decides, which maps do not tell
-        if states == {"refused"}:
-            why = "is stored, and the engine's class may have no output layer"
-            yield Finding.doubt(head, why, fix=fix)
+        is_misnamed = bool(classes) and not states and head in geometry.renamed
+        if states == {"refused"} or is_misnamed:
+            why = "is stored, and the engine's class may have no output layer of this name"
+            yield Finding.doubt(head, why, fix=_NAMES_FIX if is_misnamed else fix)
         return
     is_headless = geometry.model_type in facts.values.get(_HEADLESS, ()) or states == {"refused"}
     if wants_own and is_headless:
