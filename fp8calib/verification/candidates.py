@@ -11,7 +11,6 @@ import torch
 
 from fp8calib.calibration.calibration_stats import RunStats
 from fp8calib.calibration.origin import CalibrationOrigin, calibrate_first
-from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.served_dtype import find_served_dtype
 from fp8calib.errors import (
@@ -24,21 +23,15 @@ from fp8calib.errors import (
 )
 from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.convert import fits_heads
-from fp8calib.formats.read import check_origin
 from fp8calib.formats.table import Scale, ScaleTable
 from fp8calib.model.geometry import Attention, ModelGeometry, Role, Site
-from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.rules import AMAX
 from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
-from fp8calib.quantization.calibrated_scales import find_input_scale
-from fp8calib.quantization.select import find_selection
-from fp8calib.quantization.settings import make_settings
 from fp8calib.verification.emulation.candidate import Candidate, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.weights import emulate_planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +57,11 @@ def check_model(name: str, origin: CalibrationOrigin | None, target: Target) -> 
     checkpoint = target.prepared.checkpoint
     if origin is None or origin.model == target.fingerprint or not checkpoint.has_weights:
         return
+    # most scales are of the very files
+    from fp8calib.calibration.unquantized_tensors import compare_with_base  # noqa: PLC0415
+    from fp8calib.formats.read import check_origin  # noqa: PLC0415
+    from fp8calib.model.live_model import LiveCheckpoint  # noqa: PLC0415
+
     is_made = bool(checkpoint.form) or isinstance(checkpoint, LiveCheckpoint)
     if (
         not (is_made and origin.unquantized)
@@ -161,6 +159,12 @@ def build_scheme(
     ignore: Sequence[str] = (),
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
+    # most candidates have no scheme
+    from fp8calib.quantization.calibrated_scales import find_input_scale  # noqa: PLC0415
+    from fp8calib.quantization.select import find_selection  # noqa: PLC0415
+    from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
+    from fp8calib.verification.emulation.weights import emulate_planned  # noqa: PLC0415
+
     found, fmt, prepared = find_scheme(scheme), target.fmt, target.prepared
     if found.has_static_inputs and stats is None:
         raise UsageError(

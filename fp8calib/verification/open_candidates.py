@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_stats import RunStats, load_stats_file
 from fp8calib.calibration.job import RunModel
@@ -13,23 +14,18 @@ from fp8calib.calibration.origin import STATS_NAME, calibrate_first, is_stats_fi
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.engines.check import check_folder
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError, shorten
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
+from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import ModelGeometry, Role, Site
-from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.geometry_from_config import is_plain, read_geometry
 from fp8calib.numerics.rules import Rule, ScaleRules
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.quantization.plan import make_plan
-from fp8calib.quantization.select import find_selection
-from fp8calib.quantization.settings import make_settings
-from fp8calib.quantization.write import write_outline
 from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,
@@ -40,8 +36,10 @@ from fp8calib.verification.candidates import (
     make_unscaled_table,
 )
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.open_files import open_file
 from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
+
+if TYPE_CHECKING:  # statistics for a common model need no replay
+    from fp8calib.engines.replay.verdicts import EngineReport
 
 Scales = str | Path | RunStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
@@ -169,6 +167,8 @@ def _open(
                 hint="leave out --scheme to verify the scales of the file",
             )
         else:
+            from fp8calib.verification.open_files import open_file  # noqa: PLC0415
+
             return open_file(name, path, target)
     check_model(name, given.origin, target)
     stats = _rename_sites(given, target.prepared.geometry)
@@ -260,13 +260,19 @@ def _replay_all(
     places = {each.name: find_candidate(each.name) for each in opened if each.stats is None}
     has_folder = not model.is_live and model.checkpoint.has_weights
     is_unquantized = has_folder and not model.checkpoint.form
-    if is_unquantized:
+    if is_unquantized and (engine.make_reader is None or not is_common(model)):
         places[SCALE_ONE] = model.source.folder
     for name, path in places.items():
         if (report := _replay(path, engine)) is not None:
             yield name, report
     if scheme is None or not is_unquantized or find_scheme(scheme).has_static_inputs:
         return  # static scales would need statistics
+    # most candidates have no scheme
+    from fp8calib.quantization.plan import make_plan  # noqa: PLC0415
+    from fp8calib.quantization.select import find_selection  # noqa: PLC0415
+    from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
+    from fp8calib.quantization.write import write_outline  # noqa: PLC0415
+
     try:
         selection = find_selection(model.checkpoint)
         plan = make_plan(model.checkpoint, make_settings(scheme), selection)
@@ -278,7 +284,26 @@ def _replay_all(
             yield from dict.fromkeys([each.name for each in opened] or [scheme], report).items()
 
 
+def is_common(model: RunModel) -> bool:
+    """Whether vLLM and SGLang load a folder as transformers does, in all of their releases.
+
+    It is of a common class, its config has no odd setting, and its files hold the parameters of
+    this class in 16 or 32 bits, and nothing else.
+    """
+    folder, stored = model.source.folder, model.checkpoint
+    return (
+        is_plain(folder, model.source.raw_config)
+        and stored.tensors.keys() == {name for name, _ in model.prepared.model.named_parameters()}
+        and all(TORCH_DTYPES.get(each.dtype) in DTYPES.values() for each in stored.tensors.values())
+        and {each.path for each in stored.files} == set(folder.rglob("*.safetensors"))
+        and not stored.unlisted
+    )
+
+
 def _replay(folder: Path, engine: Engine) -> EngineReport | None:
+    from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
+    from fp8calib.engines.replay.folder import open_folder  # noqa: PLC0415
+
     if not (folder / CONFIG_NAME).is_file():
         return None
     found = open_folder(folder)
@@ -304,6 +329,9 @@ def _find_unused(
     unused = {Status.DROPPED, Status.DEFAULTED}
     if path.suffix == ".json":
         unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
+        from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
+        from fp8calib.engines.replay.folder import open_folder  # noqa: PLC0415
+
         folder = open_folder(model.source.folder)
         checked = check_folder(folder, table.geometry, [engine.key], table.tp, file=path)
         report = checked[engine.key]

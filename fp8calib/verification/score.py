@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,6 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.kernel_trial import free_bytes, gpus_of
 from fp8calib.calibration.memory_plan import HIDDEN_SHARE
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.machine import keep_freed_memory, return_freed_memory
@@ -22,7 +22,6 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.shared_batch import SharedHooks, can_share, repeat
-from fp8calib.verification.score_streamed import run_streamed
 from fp8calib.verification.token_scores import (
     Logits,
     TokenScores,
@@ -30,6 +29,9 @@ from fp8calib.verification.token_scores import (
     open_lm_head,
     score_batch,
 )
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.streamed_model import StreamedModel
 
 AT_ONCE = 8
 """Candidates of a round: their hidden states wait for the head together, and every round runs the
@@ -109,6 +111,9 @@ def score(
     if isinstance(model, PreparedModel):
         _run_whole(model, models, batches, progress.advance, add, shares_batch=shares_batch)
     else:
+        # most models fit into memory
+        from fp8calib.verification.score_streamed import run_streamed  # noqa: PLC0415
+
         run_streamed(model, models, batches, progress.advance, add, vocab_size)
     look()
     reference, *others = join_scores(scored, torch.device("cpu"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,14 +22,12 @@ from fp8calib.calibration.memory_plan import (
     whole_bytes,
 )
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.data.sequences import Batch, DataPlan, batches, take_sequences
 from fp8calib.engines.arithmetic import Numerics
 from fp8calib.engines.engine import Engine
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.model.device import DTYPES
 from fp8calib.model.geometry import Role, Site
-from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import Candidate
@@ -63,6 +61,9 @@ from fp8calib.verification.summary import (
     summarize_positions,
 )
 from fp8calib.verification.token_scores import scoring_bytes, split_sequences
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.streamed_model import StreamedModel
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 _FITTED = "scales that fit"
@@ -384,11 +385,17 @@ def open_scored(
     """
     model = asked.model
     if model.is_live and any(each.weights for each in asked.candidates):
+        # most models are files
+        from fp8calib.model.live_model import LiveCheckpoint  # noqa: PLC0415
+
         assert isinstance(model.checkpoint, LiveCheckpoint)  # noqa: S101 -- of every live model
         model.checkpoint.hold()
     if not mode.is_streamed:
         yield model.load(progress)
         return
+    # most models fit into memory
+    from fp8calib.calibration.streamed_model import open_streamed  # noqa: PLC0415
+
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
     with open_streamed(model.prepared, tokens, mode, model.device) as streamed:
         yield streamed

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +41,9 @@ from fp8calib.verification.emulation.probabilities import (
     has_probability_kernel,
     is_reproduced,
 )
-from fp8calib.verification.emulation.weights import ScaleRange, changed_weights
+
+if TYPE_CHECKING:
+    from fp8calib.verification.emulation.weights import ScaleRange
 
 FLUSH_STRIDE = 8
 """Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
@@ -309,10 +311,15 @@ def emulated(
         hooks.end_batch()
         return hidden
 
-    told = (hooks.damage, hooks.weight_scales)
-    weights = changed_weights(
-        *(model, candidate.weights, prepared.weights, *told), keeps=keeps_originals
-    )
+    weights: AbstractContextManager[None] = nullcontext()
+    if candidate.weights:
+        # most candidates change none
+        from fp8calib.verification.emulation.weights import changed_weights  # noqa: PLC0415
+
+        told = (hooks.damage, hooks.weight_scales)
+        weights = changed_weights(
+            *(model, candidate.weights, prepared.weights, *told), keeps=keeps_originals
+        )
     with blaming(candidate.name), weights, open_emulation_hooks(model, geometry, hooks):
         yield run
 
