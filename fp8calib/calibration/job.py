@@ -16,7 +16,7 @@ from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM
 from fp8calib.calibration.calibration_stats import SiteStats
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
+from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
@@ -202,17 +202,10 @@ class CalibrationJob:
         scratch = Path.cwd()
         if self.out is not None:
             scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
-        batches = self.group.share.take(self.batches)
-        if self.asked_batch_size is None:  # a run that is out of memory halves its batches
-            batches = [
-                replace(batch, input_ids=row[None], lengths=(length,))
-                for batch in batches
-                for row, length in zip(batch.input_ids, batch.lengths, strict=True)
-            ]
         work = Workload(
             prepared=model.prepared,
             device=model.device,
-            batches=batches,
+            batches=self.group.share.take(self.batches),
             scratch=scratch,
             sharers=self.group.process_rank.local_size,
             extra=extra,
@@ -220,4 +213,4 @@ class CalibrationJob:
             always_streams=self.why_streamed,
         )
         work = find_limits(work, model.memory)
-        return plan_memory(work)
+        return plan_halved(work, 1 if self.asked_batch_size else self.batch_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fp8calib.checkpoint.output import require_free_space
-from fp8calib.data.sequences import Batch, find_distinct_tokens
+from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
 from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.geometry import Layer
@@ -185,6 +186,29 @@ def plan_memory(work: Workload) -> MemoryPlan:
         )
     why = work.always_streams or f"streaming layer by layer: the model needs {numbers}"
     return _plan_streamed(work, why)
+
+
+def plan_halved(work: Workload, size: int) -> MemoryPlan:
+    """Plan for batches of `size`, or for halves, quarters, ... of them if these fit better.
+
+    They fit better if the larger ones do not fit, have to be streamed, or leave a GPU no room for a
+    second layer and the hidden states, so that it waits for copies. The plan does not say which
+    size it is for: a run that is out of memory halves its batches. With `size` 1 none is halved.
+    """
+    if size == 1:
+        return plan_memory(work)
+    full = None
+    with suppress(UsageError):
+        full = plan_memory(work)
+        if not full.is_streamed:
+            return full
+    size //= 2
+    halves = [half for batch in work.batches for half in cut_into(batch, size)]
+    smaller = plan_halved(replace(work, batches=halves), size)
+    if full is None or not smaller.is_streamed:
+        return smaller
+    mine, own = ((each.copies_ahead, each.hidden_gpu_bytes > 0) for each in (full, smaller))
+    return smaller if own > mine else full
 
 
 def _plan_streamed(work: Workload, why: str) -> MemoryPlan:

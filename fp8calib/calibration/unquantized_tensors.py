@@ -30,6 +30,8 @@ from fp8calib.errors import ModelError, shorten
 _HASH_DIGITS = {1: 16, 2: 32}
 """Hexadecimal digits of the hash of a norm, and of an embedding."""
 _ELEMENTS_AT_ONCE = 2**18
+_READ_AT_ONCE_BYTES = 2**16
+"""Of a larger matrix only the rows that are sketched are read."""
 _SKETCH = "rows:"
 _KEPT = {
     1: re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE),
@@ -170,6 +172,8 @@ def sketch_matrix(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
     if experts:
         index = _find_layer(name) % max(experts[0], 1)
         rows = checkpoint.read_rows(name, index, index + 1)[0][places]
+    elif entry.size_bytes <= _READ_AT_ONCE_BYTES:
+        rows = checkpoint.read_rows(name, 0, count)[places]
     else:
         rows = torch.cat([checkpoint.read_rows(name, place, place + 1) for place in places])
     rows = rows.double()

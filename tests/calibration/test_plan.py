@@ -17,17 +17,18 @@ from fp8calib.calibration.memory_plan import (
     Workload,
     find_limits,
     peak_of_pairs,
+    plan_halved,
     plan_memory,
 )
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import Batch, batches
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, ExportError, UsageError
 from fp8calib.machine import GIB
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
 from tests import zoo
 from tests.architectures import families
-from tests.doors import Subject, as_bytes, make_plan, opened, rows_of, run_calibration
+from tests.doors import Subject, as_bytes, make_plan, opened, run_calibration
 from tests.kit.minutes import in_minutes
 from tests.zoo import draw
 
@@ -106,16 +107,20 @@ def test_a_model_larger_than_the_limit_is_not_held_whole(work: Workload) -> None
     assert streamed.why.startswith("streaming layer by layer: the model needs ")
 
 
-def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(folder: Path) -> None:
-    """Batches that nobody asked for are halved where memory runs out: one row counts."""
-    needed = []
-    with opened(folder, streamed=True) as subject:
-        for asked, size in ((None, 8), (8, 8), (1, 1)):
-            job = subject.job(rows_of([20] * 8), asked_batch_size=size)
-            job = replace(job, model=replace(job.model, is_live=False), asked_batch_size=asked)
-            vars(job)["batches"] = list(batches(rows_of([20] * 8), size))
-            needed.append(job.mode.peak["micro-batch"])
-    assert needed[0] == needed[2] < needed[1]
+def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(work: Workload) -> None:
+    ids = torch.arange(8 * 20).view(8, 20) % 60
+    large = replace(work, batches=[Batch(input_ids=ids, lengths=(20,) * 8, first=0)])
+    of_two = sum(plan_memory(limit(work, 2**30)).peak.values())  # those of BATCHES
+    with pytest.raises(UsageError, match="even layer by layer"):
+        plan_memory(limit(large, of_two))
+    planned = plan_halved(limit(large, of_two), 8)
+    assert not planned.is_streamed
+    assert sum(planned.peak.values()) == of_two
+    assert plan_halved(limit(large, 2**30), 8) == plan_memory(limit(large, 2**30))
+    streamed = replace(large, always_streams="asked for by a test")
+    assert plan_halved(limit(streamed, 2**30), 8) == plan_memory(limit(streamed, 2**30))
+    with pytest.raises(UsageError, match="even layer by layer"):
+        plan_halved(limit(large, 100), 8)
 
 
 def test_experts_that_are_joined_are_in_memory_twice_while_they_load(tmp_path: Path) -> None:
@@ -162,6 +167,25 @@ def test_a_gpu_holds_two_layers_and_the_hidden_states_where_they_fit(work: Workl
         stream(work, 2**30, device=needed - 1)
     with pytest.raises(UsageError, match="on the GPU"):
         stream(work, 2**30, device=LAYER)
+
+
+def test_smaller_batches_are_planned_where_a_gpu_then_has_room_for_two_layers(
+    work: Workload,
+) -> None:
+    ids = torch.arange(8 * 20).view(8, 20) % 60
+    large = replace(
+        work,
+        batches=[Batch(input_ids=ids, lengths=(20,) * 8, first=0)],
+        device="cuda:0",
+        always_streams="asked for by a test",
+    )
+    whole = plan_halved(limit(large, 2**30, device=2**30), 8)
+    assert whole == plan_memory(limit(large, 2**30, device=2**30))
+    large = limit(large, 2**30, device=sum(whole.device_peak.values()) - 1)
+    kept = plan_memory(large)
+    smaller = plan_halved(large, 8)
+    assert kept.hidden_gpu_bytes == 0 < smaller.hidden_gpu_bytes
+    assert smaller.device_peak["micro-batch"] < kept.device_peak["micro-batch"]
 
 
 def test_the_host_keeps_what_restores_changed_weights_beside_the_next_layer(
