@@ -22,6 +22,8 @@ from fp8calib.model.prepared import PreparedModel, is_run, mismatch_error, missi
 from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
+_ROWS_AT_ONCE = 1024
+
 ReadRows = Callable[[int, int], torch.Tensor]
 """Reads the rows from a first one up to a last one, which is excluded."""
 
@@ -295,8 +297,12 @@ class EmbeddingRows:
         self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
     def _gather(self, ids: torch.Tensor, read_rows: ReadRows) -> torch.Tensor:
-        """Read rows in the order of `ids`: [ids, C]."""
+        """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
         rows = self._rows.new_empty(len(ids), self._rows.shape[1], device="cpu")
-        for place, token in enumerate(ids.tolist()):
-            rows[place] = read_rows(token, token + 1)[0]
+        starts = (ids[1:] != ids[:-1] + 1).nonzero().flatten() + 1
+        at = 0
+        for consecutive in torch.tensor_split(ids, starts):
+            for run in filter(len, torch.split(consecutive, _ROWS_AT_ONCE)):
+                rows[at : at + len(run)] = read_rows(int(run[0]), int(run[-1]) + 1)
+                at += len(run)
         return rows

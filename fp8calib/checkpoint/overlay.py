@@ -38,6 +38,8 @@ _WEIGHT_SUFFIXES = frozenset(
 )
 _WEIGHT_ENDINGS = (".safetensors", ".index.json", *_WEIGHT_SUFFIXES)
 _COPY_CHUNK_BYTES = 1 << 24
+_MAX_SIDE_FILE_BYTES = 100_000_000
+_LARGE_SIDE_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 _NO_LINK_ERRORS = frozenset(  # ENOTSUP is EOPNOTSUPP on Linux
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
 )
@@ -184,7 +186,11 @@ def _skip_reason(path: Path, *, is_indexed: bool) -> str:
         return ""
     if path.name.startswith(_ADAPTER_STEMS) or path.name.endswith(_WEIGHT_ENDINGS):
         return "belongs to other weights"
-    return "" if path.is_file() else "a folder, or a broken link"
+    if not path.is_file():
+        return "a folder, or a broken link"
+    is_large = path.stat().st_size > _MAX_SIDE_FILE_BYTES
+    is_vocabulary = path.name.startswith(_LARGE_SIDE_FILES) or path.suffix == ".tiktoken"
+    return "larger than 100 MB" if is_large and not is_vocabulary else ""
 
 
 def _add_weights(

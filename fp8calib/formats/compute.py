@@ -23,7 +23,6 @@ from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import Scale, ScaleTable
-from fp8calib.formats.write import check_export, write_table
 from fp8calib.model.geometry import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.module_paths import match_names
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
@@ -194,6 +193,9 @@ def write_formats(
         UsageError: a format or degree is not valid, or the model is missing.
         ExportError: a scale cannot be computed, or a file not written.
     """
+    # candidates of `verify` are computed, not written
+    from fp8calib.formats.write import check_export, write_table  # noqa: PLC0415
+
     check_export(stats.geometry, formats, tps, fmt)
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, rules=rules))
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, rules=rules))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,9 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings, check_layer_schemes
 from fp8calib.quantization.shard_layout import Codes, OutputTensor, ShardLayout, lay_out
-from fp8calib.quantization.sources.decoded import DecodedCheckpoint
+
+if TYPE_CHECKING:  # only named
+    from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"

@@ -167,6 +167,7 @@ def _open(
                 hint="leave out --scheme to verify the scales of the file",
             )
         else:
+            # most candidates are statistics
             from fp8calib.verification.open_files import open_file  # noqa: PLC0415
 
             return open_file(name, path, target)
@@ -328,10 +329,10 @@ def _find_unused(
         return ""
     unused = {Status.DROPPED, Status.DEFAULTED}
     if path.suffix == ".json":
-        unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
         from fp8calib.engines.check import check_folder  # noqa: PLC0415 -- most of the code
         from fp8calib.engines.replay.folder import open_folder  # noqa: PLC0415
 
+        unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
         folder = open_folder(model.source.folder)
         checked = check_folder(folder, table.geometry, [engine.key], table.tp, file=path)
         report = checked[engine.key]

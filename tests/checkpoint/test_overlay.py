@@ -129,13 +129,15 @@ def test_the_shard_of_scales_never_takes_a_name_in_use(tmp_path: Path, source_fo
 def test_what_is_left_out_is_told_with_the_reason(source_folder: Path, tmp_path: Path) -> None:
     (source_folder / "consolidated.safetensors").write_bytes(b"")
     (source_folder / "link").symlink_to("nothing")
-    with (source_folder / "tokenizer.dat").open("wb") as file:
-        file.truncate(100_000_001)
+    for name in ("trace.log", "tokenizer.dat"):
+        with (source_folder / name).open("wb") as file:
+            file.truncate(100_000_001)
 
     skipped = _write(source_folder, tmp_path / "overlay")
 
-    assert set(skipped) == {*LEFT_OUT, "onnx", "consolidated.safetensors", "link"}
+    assert set(skipped) == {*LEFT_OUT, "onnx", "consolidated.safetensors", "link", "trace.log"}
     assert skipped["model.gguf"] == "belongs to other weights"
+    assert skipped["trace.log"] == "larger than 100 MB"
     assert (tmp_path / "overlay" / "tokenizer.dat").stat().st_size == 100_000_001
 
 
