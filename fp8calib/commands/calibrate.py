@@ -12,7 +12,14 @@ from pydantic import ConfigDict, Field
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.result import BeforeAfter, Result, Saturation, WrittenCheck, describe_written
+from fp8calib.commands.result import (
+    NUM_QUARTERS,
+    BeforeAfter,
+    Result,
+    Saturation,
+    WrittenCheck,
+    describe_written,
+)
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
@@ -157,7 +164,7 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
     )
     yield Answer("; ".join([measured, *header.describe_skipped()]))
     notable = list(_describe_amax(result.stats.amax_table()))
-    if result.saturation and result.sequences > len(result.saturation.median_share):
+    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
         notable.append(result.saturation.describe())
     if unreached := [
         f"{path}.{expert}"

@@ -162,8 +162,7 @@ def run(
         output = Path(request.dump or request.report or "none").absolute()
         mode = plan_verification(asked, output.parent, may_share=True)
         if request.dry_run:
-            names = [each.name for each in asked.candidates]
-            return describe_run(model, mode, asked.plan, engine=asked.engine.key, candidates=names)
+            return describe_plan(asked, mode)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
         asked = replace(asked, shares_batch=mode.models_in_a_batch > 1)
@@ -326,6 +325,12 @@ def _warn_of_candidates(
 
 
 # --- the run and after it ------------------------------------------------------------------------
+
+
+def describe_plan(asked: Verification, mode: MemoryPlan) -> RunPlan:
+    """Describe the planned run."""
+    names = [each.name for each in asked.candidates]
+    return describe_run(asked.model, mode, asked.plan, engine=asked.engine.key, candidates=names)
 
 
 def complete_report(

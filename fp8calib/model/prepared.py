@@ -275,14 +275,15 @@ def compare_names(weights: WeightSource) -> tuple[list[str], dict[str, tuple[str
     filled = {id(known[name]) for name in stored if name in known}  # one object with two names
     tied = tied_names(model)
     computed = {name for name, _ in model.named_buffers()}
-    prefix = f"{model.base_model_prefix}."  # a checkpoint of the bare decoder has none
     info = LoadStateDictInfo(
         missing_keys={
             name
             for name, value in known.items()
             if id(value) not in filled and stored.isdisjoint((name, *tied.get(name, ())))
         },
-        unexpected_keys={name for name in unmatched if computed.isdisjoint((name, prefix + name))},
+        unexpected_keys={
+            name for name in unmatched if computed.isdisjoint(_spellings(model, name))
+        },
         mismatched_keys=set(),
         error_msgs=[],
         conversion_errors={},
@@ -304,14 +305,18 @@ def _find_switched_off(
     runs = is_run(model)
     for name, tensors in leftovers.items():
         leaf = name.rpartition(".")[2]
-        spellings = name, f"{model.base_model_prefix}.{name}"
-        owners = (_find_module(model, each) for each in spellings if runs(each))
+        owners = (_find_module(model, each) for each in _spellings(model, name) if runs(each))
         parameters = [owner._parameters for owner in owners if owner is not None]
         if any(leaf in own and own[leaf] is None for own in parameters):
             neutral = 1.0 if leaf == "weight" else 0.0
             for stored in tensors:
                 if bool((weights.source.read(stored) != neutral).any()):
                     yield stored
+
+
+def _spellings(model: PreTrainedModel, name: str) -> tuple[str, str]:
+    """Give a name, and the name that it has in a checkpoint of the bare decoder."""
+    return name, f"{model.base_model_prefix}.{name}"
 
 
 def _find_module(model: PreTrainedModel, name: str) -> nn.Module | None:

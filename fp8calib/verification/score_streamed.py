@@ -80,10 +80,10 @@ class _Lane:
             stack.enter_context(blaming(self.hooks.candidate.name))
             for embedding, rows in self.rows:
                 stack.enter_context(embedding.replaced(rows))
-            originals = self._streamed.prepared.weights
-            stack.enter_context(changed_weights(model, self.around, originals, *told))
-            if layer is not None:
-                changes = self.by_layer.get(layer.layer.index, ())
+            if self.around:
+                originals = self._streamed.prepared.weights
+                stack.enter_context(changed_weights(model, self.around, originals, *told))
+            if layer is not None and (changes := self.by_layer.get(layer.layer.index)):
                 stack.enter_context(changed_weights(model, changes, layer.weights, *told))
             yield
 

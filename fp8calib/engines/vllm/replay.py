@@ -134,7 +134,7 @@ def replay_vllm(
     report = replay.report(on_gpus=on_gpus)
     if replay.method is None:
         return report
-    if release.has(_EXPANDING, geometry.model_type):
+    if replay.expands:
         report = report.mark(dict.fromkeys(report.slots, _EXPANDED), _EXPANDED_FIX)
     if replay.method is KvMethod.QUARK:
         report = replay.amend_quark(report)
@@ -168,15 +168,16 @@ class _Replay:
         strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
         self._per_head = self._is_compressed and strategy == "attn_head"
         excluded = self._quantization.get("exclude")
+        self.expands = release.has(_EXPANDING, geometry.model_type)
+        """Latents are cached expanded to heads."""
+        has_class = _has_class(geometry, release)
         # ModelOpt's method alone is for MLAAttention too (`get_quant_method`), whose path ends in
         # `.attn` in transformers' classes; 0.32.0, run.
-        is_backend = release.has(_BACKEND_PLACES) and not _has_class(geometry, release)
-        self._scales_latents = release.has(_EXPANDING, geometry.model_type) or (
-            is_backend and self.method is KvMethod.MODELOPT
-        )
+        is_scaled = not has_class and self.method is KvMethod.MODELOPT
+        self._scales_latents = self.expands or (is_scaled and release.has(_BACKEND_PLACES))
         self._excluded = excluded if isinstance(excluded, list) else []
         """The list `exclude` of a Quark config."""
-        self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
+        self._has_places = has_class or release.has(_BACKEND_PLACES)
         """The class of the model, vLLM's or transformers', has parameters for scales."""
         has_none = release.has(PLACELESS, geometry.model_type) or not self._has_places
         has_none = has_none or self.method in (None, KvMethod.NONE)

@@ -125,9 +125,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
             elif name not in FP8_TYPES:
                 made += [(name, each) for each in _make_candidates(name, asked, engine)]
         for name, candidate in made:
-            facts[candidate.name] = _find_facts(
-                name, request.kv_memory, engine, asked.model.prepared.geometry
-            )
+            facts[candidate.name] = _find_facts(name, request.kv_memory, engine, geometry)
         return [candidate for name, candidate in made if name not in FP8_TYPES]
 
     names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}

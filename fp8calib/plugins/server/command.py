@@ -8,10 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.streamed_model import StreamedModel
-from fp8calib.commands.model import describe_run, open_run_model
+from fp8calib.commands.model import open_run_model
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
-from fp8calib.commands.verify_run import check_request, complete_report, finish, open_verification
+from fp8calib.commands.verify_run import (
+    check_request,
+    complete_report,
+    describe_plan,
+    finish,
+    open_verification,
+)
 from fp8calib.commands.verify_run import describe as describe_verification
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
@@ -83,8 +89,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             reporter.warn(f"nothing is emulated here: {error.message}")
             return _compare_alone(request, asked, servers, reporter)
         if not servers:
-            names = [each.name for each in asked.candidates]
-            return describe_run(model, mode, asked.plan, engine=asked.engine.key, candidates=names)
+            return describe_plan(asked, mode)
         for note in (*mode.describe(), model.describe()):
             reporter.say(note)
         with PeakMemory() as peak, open_scored(asked, mode, reporter) as scored:

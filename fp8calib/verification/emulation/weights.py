@@ -236,8 +236,7 @@ def changed_weights(
     At the end, the unquantized weights are read again from `originals`; with `keeps` they are
     copied on their device before. `damage` and `scales` receive those of each weight (`Changed`).
     """
-    parameters = model.named_parameters() if changes else ()  # listing them takes milliseconds
-    values = {name: parameter.data for name, parameter in parameters}
+    values = {name: parameter.data for name, parameter in model.named_parameters()}
     touched: list[WeightParameter] = []
     kept: dict[str, torch.Tensor] = {}
     try:
